@@ -1,0 +1,1 @@
+"""HTTP, the OpenAI-compatible API, SSE, tokenising and detokenising. Knows no blocks, batches or tensors."""

@@ -1,0 +1,1 @@
+"""Attention and cache kernels, one contract for all. Kept light: ``transformers`` may import a package of this name."""

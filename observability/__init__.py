@@ -1,0 +1,1 @@
+"""Telemetry: metrics, spans, logs. Takes no decision."""

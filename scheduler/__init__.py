@@ -1,0 +1,1 @@
+"""The scheduler service: a pure core that decides every iteration, and a thin NATS shell around it."""

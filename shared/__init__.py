@@ -1,0 +1,1 @@
+"""What two services must agree on bit for bit: messages, subjects, ids, the bus, configuration, process life."""

@@ -1,0 +1,170 @@
+"""The bus port and its NATS implementation: at-most-once publish, request/reply, and callbacks.
+
+Three habits come from how nats-py behaves, and are settled here once:
+
+* No outbound buffer while disconnected (``pending_size=0``). A buffered publish would be replayed after a reconnect,
+  when the plan or the token in it is stale; here it raises :class:`BusUnavailable` and numbers repair the loss.
+* Reconnect for ever (the client's default gives up after two minutes), and notice a dead peer within seconds.
+* Callbacks, not iterators: they run serially per subscription and are several times faster. A handler is a plain
+  function that must return quickly; slow work belongs to a task of the service.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from typing import Protocol
+
+import nats
+import nats.errors
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
+
+log = logging.getLogger("headrace.bus")
+
+Handler = Callable[[bytes, str], None]
+"""(payload, reply subject or '') -> None. Runs on the event loop, in order within one subscription."""
+
+
+class BusUnavailable(ConnectionError):
+    """The message was not sent: the connection is down, or the buffer is full. Nothing is replayed later."""
+
+
+class NoResponder(BusUnavailable):
+    """Nobody listens on the subject of a request."""
+
+
+class BusTimeout(BusUnavailable):
+    """A request was sent and no reply came in time; whether it was handled is unknown."""
+
+
+class PayloadTooLarge(ValueError):
+    """The message exceeds the server's max_payload. The connection is untouched."""
+
+
+class Unsubscribe(Protocol):
+    async def unsubscribe(self) -> None: ...
+
+
+class Bus(Protocol):
+    """What a service needs from a bus."""
+
+    max_payload: int
+
+    async def publish(self, subject: str, payload: bytes) -> None: ...
+    async def request(self, subject: str, payload: bytes, timeout_s: float) -> bytes: ...
+    async def subscribe(self, subject: str, handler: Handler) -> Unsubscribe: ...
+    async def flush(self) -> None: ...
+    async def close(self) -> None: ...
+
+
+class NatsBus:
+    """One NATS connection. ``reconnects`` counts: to the owner, each one means that messages may have been lost."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self.max_payload = client.max_payload
+        self.reconnects = 0
+        self.slow_consumer_drops = 0
+        self.on_reconnect: Callable[[], None] | None = None
+
+    @classmethod
+    async def connect(cls, url: str, name: str, token: str = "", timeout_s: float = 10.0) -> NatsBus:
+        """Connect, or raise :class:`BusUnavailable` naming the URL once ``timeout_s`` has passed."""
+        client = Client()
+        holder: list[NatsBus] = []
+
+        async def on_error(error: Exception) -> None:
+            if isinstance(error, nats.errors.SlowConsumerError):
+                if holder:
+                    holder[0].slow_consumer_drops += 1
+                log.error("slow consumer: a message was dropped (%s)", error)
+            else:
+                log.warning("nats: %s", error or type(error).__name__)
+
+        async def on_disconnect() -> None:
+            log.warning("nats: disconnected")
+
+        async def on_reconnect() -> None:
+            log.warning("nats: reconnected")
+            if holder:
+                holder[0].reconnects += 1
+                if holder[0].on_reconnect is not None:
+                    holder[0].on_reconnect()
+
+        try:
+            async with asyncio.timeout(timeout_s):
+                await client.connect(
+                    servers=[part.strip() for part in url.split(",")],
+                    name=name,
+                    token=token or None,
+                    error_cb=on_error,
+                    disconnected_cb=on_disconnect,
+                    reconnected_cb=on_reconnect,
+                    connect_timeout=5,
+                    reconnect_time_wait=1,
+                    max_reconnect_attempts=-1,
+                    ping_interval=3,
+                    max_outstanding_pings=2,
+                    pending_size=0,
+                )
+        except (TimeoutError, OSError, nats.errors.Error) as error:
+            raise BusUnavailable(f"no NATS at {_without_secrets(url)}: {error or type(error).__name__}") from None
+        bus = cls(client)
+        holder.append(bus)
+        return bus
+
+    @property
+    def connected(self) -> bool:
+        return self._client.is_connected
+
+    async def publish(self, subject: str, payload: bytes) -> None:
+        try:
+            await self._client.publish(subject, payload)
+        except nats.errors.MaxPayloadError:
+            raise PayloadTooLarge(f"{len(payload)} bytes to {subject}; the server takes {self.max_payload}") from None
+        except nats.errors.Error as error:
+            raise BusUnavailable(f"publish to {subject}: {error or type(error).__name__}") from None
+
+    async def request(self, subject: str, payload: bytes, timeout_s: float) -> bytes:
+        try:
+            reply: Msg = await self._client.request(subject, payload, timeout=timeout_s)
+        except nats.errors.MaxPayloadError:
+            raise PayloadTooLarge(f"{len(payload)} bytes to {subject}; the server takes {self.max_payload}") from None
+        except nats.errors.NoRespondersError:
+            raise NoResponder(f"nobody listens on {subject}") from None
+        except (TimeoutError, nats.errors.TimeoutError):
+            raise BusTimeout(f"no reply from {subject} within {timeout_s} s") from None
+        except nats.errors.Error as error:
+            raise BusUnavailable(f"request to {subject}: {error or type(error).__name__}") from None
+        return bytes(reply.data)
+
+    async def subscribe(self, subject: str, handler: Handler) -> Unsubscribe:
+        async def callback(message: Msg) -> None:
+            try:
+                handler(message.data, message.reply)
+            except Exception:  # a handler's fault must not end the subscription: nats-py would only log it
+                log.exception("handler of %s failed", subject)
+
+        subscription: Subscription = await self._client.subscribe(subject, cb=callback)
+        return subscription
+
+    async def flush(self) -> None:
+        """Return once the server has processed everything that was sent; :class:`BusUnavailable` if it does not."""
+        try:
+            await self._client.flush(timeout=10)
+        except (TimeoutError, nats.errors.Error) as error:
+            raise BusUnavailable(f"flush: {error or type(error).__name__}") from None
+
+    async def close(self) -> None:
+        if self._client.is_connected:
+            with contextlib.suppress(TimeoutError, nats.errors.Error):  # closing anyway
+                await self._client.flush(timeout=2)
+        await self._client.close()
+
+
+def _without_secrets(url: str) -> str:
+    return ",".join(part.rsplit("@", 1)[-1].removeprefix("nats://") for part in url.split(","))

@@ -1,0 +1,53 @@
+"""The life of one service process: one task group, one path to the end, exit codes people expect.
+
+0: asked to stop (SIGTERM, SIGINT) and drained. 1: a fault. 2: it cannot start as configured (one line on stderr).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import sys
+from collections.abc import Awaitable, Callable
+
+log = logging.getLogger("headrace.lifecycle")
+
+
+class StartupError(RuntimeError):
+    """The service cannot start as it is configured; the message is one line for the person who started it."""
+
+
+class ServiceFault(RuntimeError):
+    """The service cannot go on; its supervisor restarts it."""
+
+
+def run(main: Callable[[asyncio.Event], Awaitable[None]]) -> int:
+    """Run ``main(stop)`` until it returns; SIGTERM and SIGINT set ``stop``. Returns the exit code."""
+
+    async def body() -> None:
+        stop = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(signum, stop.set)
+        await main(stop)
+
+    code = 0
+    try:
+        asyncio.run(body())
+    except* StartupError as group:
+        print(f"headrace: {_first(group)}", file=sys.stderr, flush=True)
+        code = 2
+    except* ServiceFault as group:
+        log.error("%s", _first(group))
+        code = 1
+    except* Exception as group:
+        log.error("fault: %s", _first(group), exc_info=group)
+        code = 1
+    return code
+
+
+def _first(error: BaseException) -> BaseException:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

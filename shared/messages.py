@@ -1,0 +1,348 @@
+"""Every message that crosses the bus. Owns the wire format; knows no policy.
+
+Wire form: msgpack arrays, the message's tag first, then its fields in the order below. Fields are only ever
+added at the end and with a default, so that a node of the previous version can read the message (unknown trailing
+fields are ignored) and its messages can be read (missing trailing fields take their defaults).
+
+Token ids of prompts travel packed (:func:`pack_tokens`): msgpack integers cost up to 5 bytes and a Python object each.
+"""
+
+from __future__ import annotations
+
+import array
+import sys
+from collections.abc import Iterable
+from enum import StrEnum
+
+import msgspec
+
+
+class Outcome(StrEnum):
+    """What became of a submitted request. One closed set: the HTTP status, the metric label and the log field."""
+
+    ACCEPTED = "accepted"
+    DUPLICATE = "duplicate"  # this (request, attempt) is known already; it runs once
+    QUEUE_FULL = "queue_full"
+    TOO_LONG = "too_long"  # prompt + max_tokens is over max_model_len
+    NEVER_FITS = "never_fits"  # its worst case needs more KV blocks than the whole pool has
+    NO_WORKER = "no_worker"  # no live worker serves the model
+    UNKNOWN_MODEL = "unknown_model"
+    DRAINING = "draining"
+    STALE_EPOCH = "stale_epoch"  # sent to a scheduler that no longer leads, or does not yet
+    INVALID = "invalid"
+
+
+class EndReason(StrEnum):
+    """Why a choice ended. ``stop`` and ``length`` have OpenAI's meaning."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    FAILED = "failed"
+
+
+class WorkerState(StrEnum):
+    LOADING = "loading"
+    READY = "ready"
+    DRAINING = "draining"
+
+
+class Message(msgspec.Struct, array_like=True, frozen=True, gc=False, forbid_unknown_fields=False):
+    """Base of the parts of a message."""
+
+
+class Sampling(Message, frozen=True):
+    """How one request's tokens are chosen.
+
+    ``seed`` is always there: the gateway draws one at arrival where the client gave none, so that the tokens are a
+    function of (seed, prompt index, choice, position) and survive a preemption or a change of worker.
+    """
+
+    seed: int  # 0 <= seed < 2**63
+    max_tokens: int
+    temperature: float = 1.0  # 0 means greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0 means off
+    min_p: float = 0.0
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    stop_token_ids: list[int] = []
+
+
+# --- gateway -> scheduler -------------------------------------------------------------------------------------------
+
+
+class Submit(Message, frozen=True, tag="submit"):
+    """One prompt with its ``n`` choices. Request/reply; idempotent on (request_id, attempt)."""
+
+    request_id: str
+    attempt: int
+    gateway: str
+    model: str
+    prompt: bytes  # packed uint32, see pack_tokens
+    sampling: Sampling
+    arrival_ns: int  # gateway wall clock at first arrival: seniority, kept through resumes
+    n: int = 1
+    prompt_index: int = 0  # place in the client's list of prompts; part of the sampling key
+    priority: int = 0  # lower runs first
+    tenant: str = ""
+    deadline_ns: int = 0  # 0: none
+    cache_salt: str = ""
+    traceparent: str = ""
+    resumed: list[bytes] = []  # per choice: the tokens that the client already has (packed uint32)
+    done_choices: list[int] = []  # choices that had ended before this attempt
+
+
+class SubmitReply(Message, frozen=True, tag="submit_reply"):
+    outcome: Outcome
+    epoch: int
+    reason: str = ""
+    queue_position: int = 0
+    retry_after_ms: int = 0
+
+
+class Cancel(Message, frozen=True, tag="cancel"):
+    """Idempotent. An unknown id leaves a tombstone, so that a cancel may overtake its submit."""
+
+    request_id: str
+    attempt: int
+    choice: int = -1  # -1: every choice
+
+
+# --- scheduler -> worker --------------------------------------------------------------------------------------------
+
+
+class SlotStart(Message, frozen=True):
+    """A sequence joins the persistent batch. Its KV cache is empty: the plan's chunks compute it."""
+
+    slot: int
+    request_id: str
+    attempt: int
+    choice: int
+    gateway: str
+    tokens: bytes  # packed uint32: prompt, then the tokens generated before a preemption or a resume
+    prompt_len: int
+    pages: list[int]  # block table so far
+    sampling: Sampling
+    prompt_index: int = 0
+    traceparent: str = ""
+    computed: int = 0  # leading tokens whose KV is already in the pages (prefix cache)
+
+
+class StepPlan(Message, frozen=True, tag="plan"):
+    """What one iteration does, as a delta on the worker's persistent batch.
+
+    Order of execution: drops, copies, starts, page appends, then one forward pass over decodes, chunks and padding.
+    Rows are sampled for every decode, then for every chunk that reaches the end of its sequence's tokens, in
+    plan order.
+    """
+
+    epoch: int
+    worker: str
+    incarnation: int
+    step: int
+    drops: list[int] = []  # slots that leave (cancelled, preempted); slots that the worker ended itself are not named
+    starts: list[SlotStart] = []
+    pages: list[tuple[int, list[int]]] = []  # (slot, pages appended to its block table)
+    decodes: list[int] = []  # slots that run one token
+    chunks: list[tuple[int, int]] = []  # (slot, prompt tokens to run)
+    padding: list[tuple[int, int]] = []  # (slot, rows computed and thrown away): the static and dynamic baselines only
+    copies: list[tuple[int, int]] = []  # (source page, target page), before anything is written
+    backlog: bool = False  # work was in hand when the previous step ended: an idle gap before this step counts
+
+
+class Reset(Message, frozen=True, tag="reset"):
+    """Forget every slot; the next plan is ``step``."""
+
+    epoch: int
+    worker: str
+    incarnation: int
+    step: int
+
+
+# --- worker -> scheduler --------------------------------------------------------------------------------------------
+
+
+class StepResult(Message, frozen=True, tag="result"):
+    epoch: int
+    worker: str
+    incarnation: int
+    step: int
+    tokens: list[int]  # one for each sampled row, in plan order; -1 where the slot had already ended
+    ended: list[tuple[int, str]] = []  # (slot, EndReason): EOS, stop ids and lengths are checked at the worker
+    forward_us: int = 0  # from the plan's start to sampled tokens
+    gap_us: int = 0  # how long the step loop was blocked for want of this plan, while plan.backlog
+    rows: int = 0  # rows in the forward pass, padding included
+    padding_rows: int = 0
+    kv_bytes_copied: int = 0  # by copies in this step; joining and leaving never copy
+    wait_us: int = 0  # how long the loop waited for this plan at all, backlog or not
+
+
+class Need(Message, frozen=True, tag="need"):
+    """The worker runs only step last+1 and has seen a later one: resend from ``step``."""
+
+    epoch: int
+    worker: str
+    incarnation: int
+    step: int
+
+
+class WorkerFault(Message, frozen=True, tag="fault"):
+    """A step failed. The worker has dropped its batch and waits for a :class:`Reset`."""
+
+    epoch: int
+    worker: str
+    incarnation: int
+    step: int
+    reason: str
+
+
+# --- worker -> gateway ----------------------------------------------------------------------------------------------
+
+
+class TokenEntry(Message, frozen=True):
+    request_id: str
+    attempt: int
+    choice: int
+    offset: int  # of the first token here, counted from the end of the prompt
+    tokens: list[int]
+    end: str = ""  # an EndReason in the entry that ends the choice, else empty
+    count: int = 0  # with ``end``: how many tokens the choice has in all
+
+
+class TokenBatch(Message, frozen=True, tag="tokens"):
+    """One message per gateway per step (split only where it would exceed max_payload)."""
+
+    epoch: int
+    worker: str
+    incarnation: int
+    step: int
+    entries: list[TokenEntry]
+
+
+# --- scheduler -> gateway -------------------------------------------------------------------------------------------
+
+
+class RequestEvent(Message, frozen=True, tag="event"):
+    """``kind``: failed (final), dropped (final, by policy), lost (its worker or pages are gone: resume it)."""
+
+    epoch: int
+    kind: str
+    request_id: str
+    attempt: int
+    choice: int
+    reason: str
+
+
+# --- presence -------------------------------------------------------------------------------------------------------
+
+
+class Capacity(Message, frozen=True):
+    model: str
+    max_model_len: int
+    block_size: int  # tokens per KV block
+    num_blocks: int  # usable KV blocks, numbered 1 .. num_blocks; page 0 is the worker's scratch page
+    vocab_size: int  # rows of the embedding
+    eos_token_ids: list[int]
+    device: str = "cpu"
+    dtype: str = ""
+    kv_bytes_per_token: int = 0
+
+
+class WorkerBeat(Message, frozen=True, tag="worker_beat"):
+    worker: str
+    incarnation: int
+    epoch: int  # highest seen
+    state: WorkerState
+    capacity: Capacity | None = None
+    step: int = 0  # last step executed
+    executing: int = 0  # step being executed, 0 if none
+    executing_us: int = 0
+    slots: int = 0
+
+
+class ModelInfo(Message, frozen=True):
+    name: str
+    max_model_len: int  # clamped to the KV pool
+    vocab_size: int
+    workers: int  # ready ones
+
+
+class SchedulerBeat(Message, frozen=True, tag="scheduler_beat"):
+    scheduler: str
+    epoch: int
+    models: list[ModelInfo]
+    waiting: int = 0
+    running: int = 0
+    free_blocks: int = 0
+    total_blocks: int = 0
+    draining: bool = False
+
+
+class GatewayBeat(Message, frozen=True, tag="gateway_beat"):
+    gateway: str
+    epoch: int  # highest seen
+    live: list[tuple[str, int]] = []  # (request, attempt)
+    partial: bool = False  # the list was cut to fit a message: absence proves nothing
+
+
+class RollCall(Message, frozen=True, tag="roll_call"):
+    """A scheduler that starts asks everybody for a beat at once."""
+
+    scheduler: str
+
+
+AnyMessage = (
+    Submit
+    | SubmitReply
+    | Cancel
+    | StepPlan
+    | Reset
+    | StepResult
+    | Need
+    | WorkerFault
+    | TokenBatch
+    | RequestEvent
+    | WorkerBeat
+    | SchedulerBeat
+    | GatewayBeat
+    | RollCall
+)
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
+
+
+class BadMessage(ValueError):
+    """Bytes on the bus that are no message of ours: dropped and counted, never fatal."""
+
+
+def encode(message: AnyMessage) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode(payload: bytes) -> AnyMessage:
+    """Decode and validate any message; :class:`BadMessage` if it is none."""
+    try:
+        return _decoder.decode(payload)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise BadMessage(str(error)) from None
+
+
+def pack_tokens(tokens: Iterable[int]) -> bytes:
+    """Token ids as little-endian uint32. Raises OverflowError for an id outside [0, 2**32)."""
+    packed = array.array("I", tokens)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def unpack_tokens(data: bytes) -> list[int]:
+    """The inverse of :func:`pack_tokens`. Raises BadMessage if the length is not a multiple of 4."""
+    if len(data) % 4:
+        raise BadMessage(f"packed tokens: {len(data)} bytes is not a multiple of 4")
+    packed = array.array("I")
+    packed.frombytes(data)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tolist()

@@ -1,0 +1,201 @@
+"""The persistent batch: the sequences in the worker's slots, kept across steps and changed by each plan's delta.
+
+Owns: slots, their tokens, their block tables, and whether a sequence has ended. Knows no tensors: a
+:class:`~worker.runner.Runner` turns the :class:`Step` made here into a forward pass. A sequence that joins or leaves
+changes bookkeeping only; no KV entry moves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from shared.messages import EndReason, Sampling, SlotStart, StepPlan, TokenEntry, unpack_tokens
+
+SCRATCH_PAGE = 0
+"""The page that padding rows write to. No sequence's block table ever names it."""
+
+
+class PlanError(ValueError):
+    """A plan that does not fit the batch (unknown slot, missing page...): the ledgers disagree, and a reset follows."""
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """One sequence (one choice of one request) in the batch."""
+
+    index: int
+    request_id: str
+    attempt: int
+    choice: int
+    gateway: str
+    sampling: Sampling
+    prompt_index: int
+    traceparent: str
+    prompt_len: int
+    tokens: list[int]  # prompt and generated
+    computed: int  # leading tokens whose KV is in the pages
+    num_pages: int
+    ended: str = ""  # an EndReason once it has ended
+    first_row_ns: int = 0  # when its first row ran: for spans
+    first_token_ns: int = 0
+
+    @property
+    def generated(self) -> int:
+        return len(self.tokens) - self.prompt_len
+
+
+@dataclass(slots=True, frozen=True)
+class Row:
+    """``count`` consecutive query tokens of one slot: positions ``start .. start + count - 1``.
+
+    Their ids are ``slot.tokens[start : start + count]``; KV is written for each; each attends causally to all earlier
+    positions and itself. With ``padding`` the rows stand for nothing: any token id, KV written to the scratch page,
+    each attends to keys ``[0, max(start, 1))``, and the output is thrown away.
+    """
+
+    slot: Slot
+    start: int
+    count: int
+    sample: bool  # the logits of the last token are wanted, and a token is sampled for position start + count
+    padding: bool = False
+
+
+@dataclass(slots=True)
+class Step:
+    """What one forward pass runs."""
+
+    rows: list[Row]
+    copies: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(row.count for row in self.rows)
+
+
+class Batch:
+    """``tables[slot, i]`` is the page that holds tokens ``i * block_size ..`` of the sequence in ``slot`` (int32)."""
+
+    def __init__(self, block_size: int, num_blocks: int, max_model_len: int, eos_token_ids: frozenset[int]) -> None:
+        self.block_size = block_size
+        self.num_blocks = num_blocks
+        self.max_blocks_per_seq = -(-max_model_len // block_size)
+        self.eos_token_ids = eos_token_ids
+        self.slots: dict[int, Slot] = {}
+        self.tables = np.zeros((16, self.max_blocks_per_seq), dtype=np.int32)
+
+    def clear(self) -> None:
+        self.slots.clear()
+
+    def stage(self, plan: StepPlan) -> Step:
+        """Apply the plan's delta and return the rows to run. Raises :class:`PlanError` if the plan does not fit."""
+        for index in plan.drops:
+            self.slots.pop(index, None)
+        for start in plan.starts:
+            self._start(start)
+        for index, pages in plan.pages:
+            self._append_pages(self._slot(index), pages)
+        rows: list[Row] = []
+        for index in plan.decodes:
+            slot = self._slot(index)
+            if not slot.ended:
+                rows.append(self._row(slot, 1))
+        for index, count in plan.chunks:
+            slot = self._slot(index)
+            if not slot.ended:
+                rows.append(self._row(slot, count))
+        for index, count in plan.padding:
+            slot = self._slot(index)
+            rows.append(Row(slot, max(1, slot.computed), count, sample=False, padding=True))
+        return Step(rows, list(plan.copies))
+
+    def settle(self, plan: StepPlan, sampled: list[int]) -> tuple[list[int], list[tuple[int, str]], list[TokenEntry]]:
+        """Account for the forward pass of ``plan``: (result tokens, ended slots, entries for gateways)."""
+        results: list[int] = []
+        ended: list[tuple[int, str]] = []
+        entries: list[TokenEntry] = []
+        cursor = 0
+        for index, count in [(index, 1) for index in plan.decodes] + list(plan.chunks):
+            slot = self._slot(index)
+            if slot.ended:
+                results.append(-1)
+                continue
+            slot.computed += count
+            if slot.computed < len(slot.tokens):
+                continue  # a chunk that does not reach the end samples nothing
+            token = sampled[cursor]
+            cursor += 1
+            offset = slot.generated
+            slot.tokens.append(token)
+            slot.ended = self._end_reason(slot, token)
+            results.append(token)
+            if slot.ended:
+                ended.append((index, slot.ended))
+            entries.append(
+                TokenEntry(
+                    slot.request_id, slot.attempt, slot.choice, offset, [token], slot.ended,
+                    slot.generated if slot.ended else 0,
+                )
+            )  # fmt: skip
+        if cursor != len(sampled):
+            raise PlanError(f"{len(sampled)} tokens sampled, {cursor} expected")
+        return results, ended, entries
+
+    def _end_reason(self, slot: Slot, token: int) -> str:
+        sampling = slot.sampling
+        if slot.generated >= sampling.min_tokens:
+            if token in self.eos_token_ids and not sampling.ignore_eos:
+                return EndReason.STOP.value
+            if token in sampling.stop_token_ids:
+                return EndReason.STOP.value
+        if slot.generated >= sampling.max_tokens:
+            return EndReason.LENGTH.value
+        return ""
+
+    def _slot(self, index: int) -> Slot:
+        try:
+            return self.slots[index]
+        except KeyError:
+            raise PlanError(f"slot {index} is empty") from None
+
+    def _row(self, slot: Slot, count: int) -> Row:
+        start = slot.computed
+        stop = start + count
+        if count < 1 or stop > len(slot.tokens):
+            raise PlanError(f"slot {slot.index}: {count} tokens from {start}, the sequence has {len(slot.tokens)}")
+        if stop > slot.num_pages * self.block_size:
+            raise PlanError(f"slot {slot.index}: {stop} tokens do not fit in {slot.num_pages} pages")
+        return Row(slot, start, count, sample=stop == len(slot.tokens))
+
+    def _start(self, start: SlotStart) -> None:
+        current = self.slots.get(start.slot)
+        if current is not None and not current.ended:
+            raise PlanError(f"slot {start.slot} is taken")
+        while start.slot >= len(self.tables):
+            self.tables = np.concatenate([self.tables, np.zeros_like(self.tables)])
+        slot = Slot(
+            index=start.slot,
+            request_id=start.request_id,
+            attempt=start.attempt,
+            choice=start.choice,
+            gateway=start.gateway,
+            sampling=start.sampling,
+            prompt_index=start.prompt_index,
+            traceparent=start.traceparent,
+            prompt_len=start.prompt_len,
+            tokens=unpack_tokens(start.tokens),
+            computed=start.computed,
+            num_pages=0,
+        )
+        self._append_pages(slot, start.pages)
+        self.slots[start.slot] = slot
+
+    def _append_pages(self, slot: Slot, pages: list[int]) -> None:
+        end = slot.num_pages + len(pages)
+        if end > self.max_blocks_per_seq:
+            raise PlanError(f"slot {slot.index}: {end} pages, the longest sequence has {self.max_blocks_per_seq}")
+        if not all(SCRATCH_PAGE < page <= self.num_blocks for page in pages):
+            raise PlanError(f"slot {slot.index}: a page outside 1..{self.num_blocks}")
+        self.tables[slot.index, slot.num_pages : end] = pages
+        slot.num_pages = end

@@ -1,0 +1,24 @@
+"""The seam between the step loop and a model: what a runner must offer, real or simulated."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from shared.messages import Capacity
+from worker.batch import Batch, Step
+
+
+class Runner(Protocol):
+    """Runs forward passes over a :class:`~worker.batch.Batch`. Called from one thread only."""
+
+    capacity: Capacity
+    kv_bytes_copied: int  # in all, by page copies (copy-on-write); 0 as long as no plan asks for one
+
+    def forward(self, batch: Batch, step: Step) -> list[int]:
+        """Execute ``step.copies``, then one forward pass over ``step.rows``.
+
+        Returns one sampled token id for each row with ``sample``, in row order. The noise of a sampled token depends
+        only on (sampling.seed, slot.prompt_index, slot.choice, its position in the sequence). Raises on a model fault;
+        the batch is then lost.
+        """
+        ...
