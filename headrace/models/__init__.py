@@ -1,0 +1,7 @@
+"""Where models come from: the default model (fetched and converted once), a local folder, or a Hugging Face id."""
+
+from headrace.models.default import DEFAULT_MODEL_ID, default_model_path, ensure_default_model
+from headrace.models.error import ModelError
+from headrace.models.resolve import resolve_model
+
+__all__ = ["DEFAULT_MODEL_ID", "ModelError", "default_model_path", "ensure_default_model", "resolve_model"]
