@@ -1,0 +1,413 @@
+"""The scheduler core: every decision of the mesh, as a function of its inputs and their times.
+
+Pure: no I/O, clock, randomness, torch or nats. Drivers (the NATS service, the simulator, the tests) pass messages and
+the time in, and carry out what comes back. The same inputs at the same times give the same plans, byte for byte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from scheduler.core.blocks import BlockPool
+from scheduler.core.events import Applied, CoreEvent, Counters, Ended, Failed
+from scheduler.core.held_planner import HeldBatchPlanner
+from scheduler.core.limits import Limits
+from scheduler.core.planner import ContinuousPlanner
+from scheduler.core.sequence import Sequence, Status, pages_for
+from scheduler.core.waiting import WaitingQueue
+from scheduler.core.worker_state import PlanInFlight, WorkerState
+from scheduler.policies.batching import BATCHING_POLICIES, BatchView
+from shared.messages import (
+    BadMessage,
+    Capacity,
+    EndReason,
+    Outcome,
+    StepPlan,
+    StepResult,
+    Submit,
+    SubmitReply,
+    unpack_tokens,
+)
+
+
+class ResultGap(Exception):
+    """A result came before that of an earlier plan: the driver resends the plan of ``step`` to have its result."""
+
+    def __init__(self, worker: str, step: int) -> None:
+        super().__init__(f"{worker}: the result of step {step} is missing")
+        self.worker = worker
+        self.step = step
+
+
+class BadResult(ValueError):
+    """A result that does not fit its plan: the worker's batch cannot be trusted, and the driver declares it lost."""
+
+
+@dataclass(slots=True)
+class _Request:
+    attempt: int
+    sequences: list[Sequence]
+    live: int
+    ended_ns: int = 0
+
+
+@dataclass(slots=True)
+class _Model:
+    queue: WaitingQueue = field(default_factory=WaitingQueue)
+    without_worker_since_ns: int = 0
+
+
+class SchedulerCore:
+    """``policy`` names a batching policy (scheduler.policies.batching)."""
+
+    def __init__(self, limits: Limits, policy: str = "continuous", epoch: int = 1) -> None:
+        self.limits = limits
+        self.policy = BATCHING_POLICIES[policy]
+        self.epoch = epoch
+        self.counters = Counters()
+        self.workers: dict[str, WorkerState] = {}
+        self._models: dict[str, _Model] = {}
+        self._requests: dict[str, _Request] = {}
+        self._tombstones: dict[tuple[str, int], int] = {}  # (request, attempt) cancelled before its submit -> when
+        self._continuous = ContinuousPlanner(limits, self.counters)
+        self._held = HeldBatchPlanner(limits, self.counters)
+
+    # --- workers ----------------------------------------------------------------------------------------------------
+
+    def worker_up(self, name: str, incarnation: int, capacity: Capacity, now: int) -> list[CoreEvent]:
+        """A worker (or a new incarnation of one) is ready with an empty batch. Plans for it start at step 1."""
+        events = self.worker_lost(name, "its worker restarted", now) if name in self.workers else []
+        self.workers[name] = WorkerState(name, incarnation, capacity, BlockPool(capacity.num_blocks))
+        self._models.setdefault(capacity.model, _Model()).without_worker_since_ns = 0
+        return events
+
+    def worker_lost(self, name: str, reason: str, now: int) -> list[CoreEvent]:
+        """The worker's batch is gone: its sequences are lost to their gateways. Waiting ones keep their places."""
+        worker = self.workers.pop(name, None)
+        if worker is None:
+            return []
+        events: list[CoreEvent] = []
+        for sequence in list(worker.sequences()):
+            if sequence.status is Status.HELD:
+                sequence.become(Status.ENDED)
+            else:
+                self._end(sequence, EndReason.FAILED.value, now)
+                self.counters.failed += 1
+                events.append(Failed(sequence, "lost", reason, now))
+        model = worker.capacity.model
+        if not any(other.capacity.model == model for other in self.workers.values()):
+            self._models[model].without_worker_since_ns = now
+        return events
+
+    def worker_draining(self, name: str) -> None:
+        """Admit nothing more to the worker; what runs there goes on."""
+        if name in self.workers:
+            self.workers[name].draining = True
+
+    # --- requests ---------------------------------------------------------------------------------------------------
+
+    def submit(self, submit: Submit, now: int) -> SubmitReply:
+        """Queue every choice of a request, or none. Idempotent on (request_id, attempt)."""
+        known = self._requests.get(submit.request_id)
+        if known is not None and submit.attempt <= known.attempt:
+            return SubmitReply(Outcome.DUPLICATE, self.epoch)
+        outcome, reason, tokens = self._judge(submit)
+        if outcome is not Outcome.ACCEPTED:
+            retry_ms = 1000 if outcome in (Outcome.QUEUE_FULL, Outcome.NO_WORKER) else 0
+            return SubmitReply(outcome, self.epoch, reason, retry_after_ms=retry_ms)
+        if known is not None:
+            self.cancel(submit.request_id, known.attempt, -1, now)
+        queue = self._models[submit.model].queue
+        sequences = []
+        for choice in range(submit.n):
+            if choice in submit.done_choices:
+                continue
+            resumed = unpack_tokens(submit.resumed[choice]) if choice < len(submit.resumed) else []
+            seniority = (submit.priority, submit.arrival_ns, submit.request_id, choice)
+            sequences.append(Sequence(submit, choice, tokens + resumed, len(tokens), seniority, now))
+        self._requests[submit.request_id] = _Request(submit.attempt, sequences, len(sequences))
+        self.counters.submitted += 1
+        if self._tombstones.pop((submit.request_id, submit.attempt), None) is not None:
+            for sequence in sequences:  # its cancel overtook it
+                self._end(sequence, EndReason.CANCELLED.value, now)
+                self.counters.cancelled += 1
+            return SubmitReply(Outcome.ACCEPTED, self.epoch)
+        for sequence in sequences:
+            queue.push(sequence)
+        position = queue.position(sequences[0]) if sequences else 0
+        return SubmitReply(Outcome.ACCEPTED, self.epoch, queue_position=position)
+
+    def cancel(self, request_id: str, attempt: int, choice: int, now: int) -> list[CoreEvent]:
+        """End one choice (-1: all) in whatever state it is. Idempotent; an unknown id leaves a tombstone."""
+        request = self._requests.get(request_id)
+        if request is None or attempt > request.attempt:
+            if choice == -1:
+                self._tombstones[request_id, attempt] = now
+            return []
+        events: list[CoreEvent] = []
+        if attempt < request.attempt:
+            return events
+        for sequence in request.sequences:
+            if choice in (-1, sequence.choice) and sequence.status not in (Status.ENDED, Status.HELD):
+                self._leave(sequence)
+                self._end(sequence, EndReason.CANCELLED.value, now)
+                self.counters.cancelled += 1
+                events.append(Ended(sequence, EndReason.CANCELLED.value, now))
+        return events
+
+    def reconcile(self, gateway: str, live: Iterable[str], before_ns: int, now: int) -> list[CoreEvent]:
+        """Cancel what ``gateway`` no longer knows: requests submitted before ``before_ns`` that ``live`` lacks."""
+        known = set(live)
+        orphans = [
+            (request_id, request.attempt)
+            for request_id, request in self._requests.items()
+            if request.live
+            and request_id not in known
+            and request.sequences[0].submit.gateway == gateway
+            and request.sequences[0].submitted_ns < before_ns
+        ]
+        return [event for request_id, attempt in orphans for event in self.cancel(request_id, attempt, -1, now)]
+
+    # --- iterations -------------------------------------------------------------------------------------------------
+
+    def plan(self, worker_name: str, now: int) -> tuple[StepPlan | None, list[CoreEvent]]:
+        """The next plan for a worker, or None: nothing to run, or ``run_ahead`` plans are in flight."""
+        worker = self.workers[worker_name]
+        events: list[CoreEvent] = []
+        if len(worker.in_flight) >= self.limits.run_ahead:
+            return None, events
+        queue = self._models[worker.capacity.model].queue
+        admit = len(queue) > 0 and self.policy.admits(self._view(worker, queue, now))
+        if not (worker.has_work or admit):
+            return None, events
+        if self.policy.holds_batch:
+            draft = self._held.draft(worker, queue, admit, now)
+        else:
+            draft = self._continuous.draft(worker, queue, admit, self._defer, now, events)
+        if draft.empty:
+            return None, events
+        return draft.finish(self.epoch, now), events
+
+    def apply(self, result: StepResult, now: int) -> list[CoreEvent]:
+        """Take a step's result in. A repeated one changes nothing; raises ResultGap or BadResult."""
+        worker = self.workers.get(result.worker)
+        if worker is None or worker.incarnation != result.incarnation or result.epoch != self.epoch:
+            return []
+        if not worker.in_flight or result.step < worker.in_flight[0].step:
+            return []
+        plan = worker.in_flight[0]
+        if result.step > plan.step:
+            if result.step >= worker.next_step:
+                raise BadResult(f"{result.worker}: result of step {result.step}, which was never planned")
+            raise ResultGap(result.worker, plan.step)
+        if len(result.tokens) != len(plan.sampled):
+            raise BadResult(f"{result.worker}: {len(result.tokens)} tokens for {len(plan.sampled)} rows")
+        worker.in_flight.popleft()
+        events: list[CoreEvent] = []
+        new_tokens = self._take_tokens(worker, plan, result, now, events)
+        self.counters.new_tokens += new_tokens
+        worker.backlog = bool(worker.running or worker.preempted or self._models[worker.capacity.model].queue)
+        events.append(Applied(worker.name, plan.step, new_tokens, plan.prefill_tokens, plan.padding_tokens, now))
+        return events
+
+    def tick(self, now: int) -> list[CoreEvent]:
+        """Time-driven changes: expiry of memory about ended requests, and of waiting without any worker."""
+        horizon = now - self.limits.tombstone_ns
+        for key in [key for key, at in self._tombstones.items() if at < horizon]:
+            del self._tombstones[key]
+        for request_id in [r for r, req in self._requests.items() if req.live == 0 and req.ended_ns < horizon]:
+            del self._requests[request_id]
+        events: list[CoreEvent] = []
+        for model in self._models.values():
+            since = model.without_worker_since_ns
+            if since and len(model.queue) and now - since > self.limits.no_worker_grace_ns:
+                for sequence in list(model.queue):
+                    model.queue.remove(sequence)
+                    self._end(sequence, EndReason.FAILED.value, now)
+                    self.counters.failed += 1
+                    events.append(Failed(sequence, "failed", "no worker serves the model any more", now))
+        return events
+
+    def wake_at(self, worker_name: str, now: int) -> int | None:
+        """When ``plan`` should be asked again although no input comes (the dynamic policy's window), or None."""
+        worker = self.workers[worker_name]
+        head = self._models[worker.capacity.model].queue.head
+        if not self.policy.window_ns or head is None or worker.running or worker.held:
+            return None
+        return max(now, head.submitted_ns + self.policy.window_ns)
+
+    # --- figures and checks -----------------------------------------------------------------------------------------
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(len(model.queue) for model in self._models.values())
+
+    @property
+    def num_running(self) -> int:
+        return sum(len(worker.running) for worker in self.workers.values())
+
+    @property
+    def num_preempted(self) -> int:
+        return sum(len(worker.preempted) for worker in self.workers.values())
+
+    def live_requests(self) -> list[str]:
+        return [request_id for request_id, request in self._requests.items() if request.live]
+
+    def check(self) -> None:
+        """Raise AssertionError unless the invariants hold (DESIGN 9: blocks, limits, each sequence in one place)."""
+        for worker in self.workers.values():
+            holders = list(worker.sequences())
+            worker.pool.check(sequence.pages for sequence in holders)
+            assert len(worker.running) + len(worker.held) <= self.limits.max_num_seqs
+            assert len(worker.in_flight) <= self.limits.run_ahead
+            slots = [sequence.slot for sequence in holders if sequence.slot >= 0]
+            assert len(set(slots)) == len(slots), "two sequences in one slot"
+            for sequence in worker.running:
+                assert sequence.status is Status.RUNNING and sequence.slot >= 0
+                assert sequence.scheduled <= len(sequence.pages) * worker.capacity.block_size
+            for sequence in worker.preempted:
+                assert sequence.status in (Status.SETTLING, Status.PREEMPTED) and not sequence.pages
+        for request in self._requests.values():
+            assert request.live == sum(s.status not in (Status.ENDED, Status.HELD) for s in request.sequences)
+        for model in self._models.values():
+            assert all(sequence.status is Status.WAITING for sequence in model.queue)
+
+    # --- inside -----------------------------------------------------------------------------------------------------
+
+    def _view(self, worker: WorkerState, queue: WaitingQueue, now: int) -> BatchView:
+        head = queue.head
+        waited = now - head.submitted_ns if head is not None else 0
+        return BatchView(len(worker.running) + len(worker.held), len(queue), waited, self.limits.max_num_seqs)
+
+    def _judge(self, submit: Submit) -> tuple[Outcome, str, list[int]]:
+        """Whether a request can be taken at all, with its prompt's tokens."""
+        model = self._models.get(submit.model)
+        if model is None:
+            return Outcome.UNKNOWN_MODEL, f"no worker has served the model {submit.model!r}", []
+        capacities = [w.capacity for w in self.workers.values() if w.capacity.model == submit.model and not w.draining]
+        if not capacities:
+            return Outcome.NO_WORKER, f"no live worker serves the model {submit.model!r}", []
+        try:
+            tokens = unpack_tokens(submit.prompt)
+            resumed = [unpack_tokens(packed) for packed in submit.resumed]
+        except BadMessage as error:
+            return Outcome.INVALID, str(error), []
+        vocab_size = min(capacity.vocab_size for capacity in capacities)
+        if not tokens or submit.n < 1 or submit.sampling.max_tokens < 1:
+            return Outcome.INVALID, "an empty prompt, n < 1 or max_tokens < 1", []
+        if max(tokens) >= vocab_size or any(max(more, default=0) >= vocab_size for more in resumed):
+            return Outcome.INVALID, f"a token id outside the model's vocabulary of {vocab_size}", []
+        if any(len(more) >= submit.sampling.max_tokens for more in resumed):
+            return Outcome.INVALID, "a resumed choice has max_tokens tokens already", []
+        total = len(tokens) + submit.sampling.max_tokens
+        longest = max(self._max_model_len(capacity) for capacity in capacities)
+        if total > longest:
+            return (
+                Outcome.TOO_LONG,
+                f"the prompt has {len(tokens)} tokens and max_tokens is {submit.sampling.max_tokens}: "
+                f"{total} is over the limit of {longest} tokens (max_model_len)",
+                [],
+            )
+        if not any(pages_for(total - 1, c.block_size) <= c.num_blocks for c in capacities):
+            return Outcome.NEVER_FITS, f"{total} tokens need more KV blocks than any worker's pool has", []
+        if len(model.queue) + submit.n > self.limits.max_num_queued_reqs:
+            return Outcome.QUEUE_FULL, f"{len(model.queue)} requests are waiting already", []
+        return Outcome.ACCEPTED, "", tokens
+
+    def _max_model_len(self, capacity: Capacity) -> int:
+        if self.limits.enable_chunked_prefill:
+            return capacity.max_model_len
+        return min(capacity.max_model_len, self.limits.max_num_batched_tokens)  # a prompt runs in one step or never
+
+    def _defer(self, worker: WorkerState) -> bool:
+        """Leave the head to a worker of the same model that runs fewer sequences and has room for it."""
+        head = self._models[worker.capacity.model].queue.head
+        assert head is not None
+        return any(
+            other is not worker
+            and other.capacity.model == worker.capacity.model
+            and not other.draining
+            and not other.preempted
+            and len(other.running) < len(worker.running)
+            and pages_for(len(head.tokens), other.capacity.block_size) <= other.pool.num_free // 2
+            for other in self.workers.values()
+        )
+
+    def _take_tokens(
+        self, worker: WorkerState, plan: PlanInFlight, result: StepResult, now: int, events: list[CoreEvent]
+    ) -> int:
+        reasons = dict(result.ended)
+        for sequence in plan.ran:
+            sequence.in_flight -= 1
+        new_tokens = 0
+        for (slot, sequence), token in zip(plan.sampled, result.tokens, strict=True):
+            sequence.pending -= 1
+            if token < 0 or sequence.status in (Status.ENDED, Status.HELD):
+                if self.policy.holds_batch:
+                    self.counters.idle_slot_iterations += 1
+                continue
+            sequence.tokens.append(token)
+            new_tokens += 1
+            if not sequence.first_token_ns:
+                sequence.first_token_ns = now
+            if slot in reasons:
+                self._finish(worker, sequence, reasons[slot], now)
+                events.append(Ended(sequence, reasons[slot], now))
+        for sequence in plan.ran:
+            if sequence.status is Status.SETTLING and not sequence.in_flight:
+                sequence.become(Status.PREEMPTED)
+        if self.policy.holds_batch and not worker.running:
+            self._release_held(worker)
+        return new_tokens
+
+    def _finish(self, worker: WorkerState, sequence: Sequence, reason: str, now: int) -> None:
+        """A sequence ended at its worker: its pages are free at once (a held batch keeps them)."""
+        self.counters.finished += 1
+        if self.policy.holds_batch and sequence.status is Status.RUNNING:
+            worker.running.remove(sequence)
+            worker.held.append(sequence)
+            self._end(sequence, reason, now, Status.HELD)
+            return
+        if sequence.status is Status.RUNNING:
+            worker.running.remove(sequence)
+            worker.pool.release(sequence.pages)
+            worker.free_slot(sequence.slot)
+        else:
+            worker.preempted.remove(sequence)
+        sequence.pages = []
+        self._end(sequence, reason, now)
+
+    def _release_held(self, worker: WorkerState) -> None:
+        for sequence in worker.held:
+            worker.pool.release(sequence.pages)
+            worker.free_slot(sequence.slot)
+            sequence.pages = []
+            sequence.become(Status.ENDED)
+        worker.held.clear()
+        worker.static_columns = None
+
+    def _leave(self, sequence: Sequence) -> None:
+        """Take a live sequence out of wherever it is; a slot it has is dropped by the next plan."""
+        if sequence.status is Status.WAITING:
+            self._models[sequence.submit.model].queue.remove(sequence)
+            return
+        worker = self.workers[sequence.worker]
+        if sequence.status is Status.RUNNING:
+            worker.running.remove(sequence)
+            worker.pool.release(sequence.pages)
+            worker.drops.append(sequence.slot)
+            worker.free_slot(sequence.slot)
+            sequence.pages = []
+            if self.policy.holds_batch and not worker.running:
+                self._release_held(worker)
+        else:
+            worker.preempted.remove(sequence)
+
+    def _end(self, sequence: Sequence, reason: str, now: int, status: Status = Status.ENDED) -> None:
+        sequence.become(status)
+        sequence.end_reason = reason
+        request = self._requests[sequence.request_id]
+        request.live -= 1
+        if request.live == 0:
+            request.ended_ns = now

@@ -1,0 +1,121 @@
+"""A plan under construction: rows are added, and each row's effect on its sequence is accounted at once."""
+
+from __future__ import annotations
+
+from scheduler.core.events import Counters
+from scheduler.core.sequence import Sequence
+from scheduler.core.worker_state import PlanInFlight, WorkerState
+from shared.messages import SlotStart, StepPlan, pack_tokens
+
+
+class PlanDraft:
+    """Collects one plan. The delta is against the worker's batch as all plans in flight leave it."""
+
+    def __init__(self, worker: WorkerState, counters: Counters) -> None:
+        self._worker = worker
+        self._counters = counters
+        self._drops = worker.drops
+        worker.drops = []
+        self._starts: list[SlotStart] = []
+        self._pages: list[tuple[int, list[int]]] = []
+        self._decodes: list[int] = []
+        self._chunks: list[tuple[int, int]] = []
+        self._padding: list[tuple[int, int]] = []
+        self._sampled_decodes: list[tuple[int, Sequence]] = []
+        self._sampled_chunks: list[tuple[int, Sequence]] = []
+        self._ran: list[Sequence] = []
+        self._prefill_tokens = 0
+        self.start_bytes = 0
+
+    def drop(self, slot: int) -> None:
+        self._drops.append(slot)
+        self._worker.free_slot(slot)
+
+    def start(self, sequence: Sequence) -> None:
+        submit = sequence.submit
+        packed = pack_tokens(sequence.tokens)
+        self.start_bytes += len(packed)
+        self._starts.append(
+            SlotStart(
+                slot=sequence.slot,
+                request_id=submit.request_id,
+                attempt=submit.attempt,
+                choice=sequence.choice,
+                gateway=submit.gateway,
+                tokens=packed,
+                prompt_len=sequence.prompt_len,
+                pages=list(sequence.pages),
+                sampling=submit.sampling,
+                prompt_index=submit.prompt_index,
+                traceparent=submit.traceparent,
+            )
+        )
+
+    def append_pages(self, sequence: Sequence, pages: list[int]) -> None:
+        self._pages.append((sequence.slot, pages))
+
+    def decode(self, sequence: Sequence) -> None:
+        """One token; it always samples the next."""
+        sequence.scheduled += 1
+        sequence.pending += 1
+        sequence.in_flight += 1
+        self._decodes.append(sequence.slot)
+        self._sampled_decodes.append((sequence.slot, sequence))
+        self._ran.append(sequence)
+
+    def chunk(self, sequence: Sequence, count: int) -> None:
+        """``count`` prompt tokens; the last chunk samples."""
+        self._counters.recomputed_tokens += min(count, max(0, sequence.computed_before - sequence.scheduled))
+        sequence.scheduled += count
+        sequence.in_flight += 1
+        self._prefill_tokens += count
+        self._chunks.append((sequence.slot, count))
+        if sequence.scheduled == len(sequence.tokens) + sequence.pending:
+            sequence.pending += 1
+            self._sampled_chunks.append((sequence.slot, sequence))
+        self._ran.append(sequence)
+
+    def pad(self, sequence: Sequence, rows: int) -> None:
+        self._padding.append((sequence.slot, rows))
+
+    @property
+    def has_rows(self) -> bool:
+        return bool(self._ran)
+
+    @property
+    def empty(self) -> bool:
+        return not (self._ran or self._drops or self._starts)
+
+    def finish(self, epoch: int, now: int) -> StepPlan:
+        """The plan; it counts as in flight from here on."""
+        worker = self._worker
+        padding = sum(rows for _, rows in self._padding)
+        plan = StepPlan(
+            epoch=epoch,
+            worker=worker.name,
+            incarnation=worker.incarnation,
+            step=worker.next_step,
+            drops=self._drops,
+            starts=self._starts,
+            pages=self._pages,
+            decodes=self._decodes,
+            chunks=self._chunks,
+            padding=self._padding,
+            backlog=worker.backlog,
+        )
+        worker.in_flight.append(
+            PlanInFlight(
+                step=worker.next_step,
+                planned_ns=now,
+                sampled=self._sampled_decodes + self._sampled_chunks,
+                ran=self._ran,
+                decode_tokens=len(self._decodes),
+                prefill_tokens=self._prefill_tokens,
+                padding_tokens=padding,
+            )
+        )
+        worker.next_step += 1
+        self._counters.plans += 1
+        self._counters.padding_tokens += padding
+        self._counters.prefill_tokens += self._prefill_tokens
+        return plan

@@ -1,0 +1,67 @@
+"""What the core tells its driver, beside plans: ends of sequences, and what must be said to gateways."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from scheduler.core.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A sequence ended at the worker or by a cancel; its gateway knows already."""
+
+    sequence: Sequence
+    reason: str
+    now_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A sequence is lost to its gateway: ``kind`` is failed, dropped or lost (shared.messages.RequestEvent)."""
+
+    sequence: Sequence
+    kind: str
+    reason: str
+    now_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """A step's result was taken in."""
+
+    worker: str
+    step: int
+    new_tokens: int
+    prefill_tokens: int
+    padding_tokens: int
+    now_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Preempted:
+    sequence: Sequence
+    cause: str
+    by: str  # the request whose growth needed the pages
+    now_ns: int
+
+
+CoreEvent = Ended | Failed | Applied | Preempted
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since start. Integers only, so that a replay compares them."""
+
+    submitted: int = 0
+    admitted: int = 0
+    finished: int = 0
+    cancelled: int = 0
+    failed: int = 0
+    preemptions: int = 0
+    new_tokens: int = 0
+    prefill_tokens: int = 0
+    recomputed_tokens: int = 0
+    padding_tokens: int = 0
+    idle_slot_iterations: int = 0  # a slot that sat in a batch in an iteration and yielded no wanted token
+    plans: int = 0

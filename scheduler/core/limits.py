@@ -1,0 +1,30 @@
+"""Every limit of the core, declared once. Plain numbers; the service's configuration fills them in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Limits:
+    max_num_seqs: int = 64  # sequences in one worker's batch
+    max_num_batched_tokens: int = 1024  # token budget of one iteration
+    enable_chunked_prefill: bool = True
+    prefill_chunk_limit: int = 512  # most prompt tokens of one sequence in one iteration
+    oldest_prefill_share: float = 0.25  # of the prefill budget, for the oldest unfinished prompt
+    run_ahead: int = 2  # plans in flight per worker
+    max_num_queued_reqs: int = 1024  # waiting sequences
+    admission_watermark: float = 0.02  # share of the pool kept free at admissions, never against the only sequence
+    max_plan_start_bytes: int = 512 * 1024  # prompt bytes that join in one plan: keeps a plan under max_payload
+    tombstone_ns: int = 60_000_000_000  # how long a cancel that overtook its submit, or a finished id, is remembered
+    no_worker_grace_ns: int = 10_000_000_000  # how long waiting requests outlive the last worker of their model
+    reserve_after_preemptions: int = 2  # after so many, a sequence resumes only with its whole worst case reserved
+
+    def __post_init__(self) -> None:
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) is less than max_num_seqs "
+                f"({self.max_num_seqs}): every running sequence needs one token of the budget"
+            )
+        if self.run_ahead < 1:
+            raise ValueError("run_ahead is at least 1")

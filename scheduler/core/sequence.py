@@ -1,0 +1,89 @@
+"""One sequence: one choice of one request, from submit to its single end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from shared.messages import Submit
+
+
+class Status(Enum):
+    WAITING = "waiting"  # in the queue; holds nothing
+    RUNNING = "running"  # has a slot and pages on a worker
+    SETTLING = "settling"  # preempted; plans that ran it are still in flight, so its tokens are not all known
+    PREEMPTED = "preempted"  # preempted and settled; resumes before anything new is admitted
+    HELD = "held"  # ended, but its slot stays in the batch (static batching)
+    ENDED = "ended"
+
+
+# Which status may follow which. The table is the specification; ``Sequence.become`` enforces it.
+_NEXT: dict[Status, frozenset[Status]] = {
+    Status.WAITING: frozenset({Status.RUNNING, Status.ENDED}),
+    Status.RUNNING: frozenset({Status.SETTLING, Status.PREEMPTED, Status.HELD, Status.ENDED}),
+    Status.SETTLING: frozenset({Status.PREEMPTED, Status.ENDED}),
+    Status.PREEMPTED: frozenset({Status.RUNNING, Status.ENDED}),
+    Status.HELD: frozenset({Status.ENDED}),
+    Status.ENDED: frozenset(),
+}
+
+Seniority = tuple[int, int, str, int]
+"""(priority, original arrival ns, request id, choice): smaller is more senior. A total order without ties."""
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """``tokens`` are those known here; ``pending`` more are being sampled by plans in flight.
+
+    ``scheduled`` counts the leading tokens whose KV is computed once every plan in flight has run.
+    """
+
+    submit: Submit
+    choice: int
+    tokens: list[int]
+    prompt_len: int  # of the original prompt: resumed tokens are not part of it
+    seniority: Seniority
+    submitted_ns: int
+    status: Status = Status.WAITING
+    worker: str = ""
+    slot: int = -1
+    pages: list[int] = field(default_factory=list)
+    scheduled: int = 0
+    pending: int = 0
+    in_flight: int = 0  # plans in flight that run it
+    preemptions: int = 0
+    admitted_ns: int = 0  # first admission
+    first_token_ns: int = 0  # first result that held a token of it
+    computed_before: int = 0  # tokens computed at the last preemption: what is recomputed
+    end_reason: str = ""
+
+    @property
+    def request_id(self) -> str:
+        return self.submit.request_id
+
+    @property
+    def generated(self) -> int:
+        """Tokens generated and known here."""
+        return len(self.tokens) - self.prompt_len
+
+    @property
+    def remaining(self) -> int:
+        """Tokens whose KV is not scheduled yet; 1 means a decode. 0: its last token is sampled already."""
+        if self.generated + self.pending >= self.submit.sampling.max_tokens:
+            return 0
+        return len(self.tokens) + self.pending - self.scheduled
+
+    @property
+    def worst_case_tokens(self) -> int:
+        """Most KV entries it can ever need: the last sampled token is never computed (DESIGN 6)."""
+        return self.prompt_len + self.submit.sampling.max_tokens - 1
+
+    def become(self, status: Status) -> None:
+        if status not in _NEXT[self.status]:
+            raise AssertionError(f"{self.request_id}/{self.choice}: {self.status.value} -> {status.value}")
+        self.status = status
+
+
+def pages_for(tokens: int, block_size: int) -> int:
+    """KV blocks that hold ``tokens`` tokens."""
+    return -(-tokens // block_size)

@@ -1,0 +1,164 @@
+"""A scheduler core and workers' batches in one process, without a bus: the driver of the core's tests.
+
+Each worker is the production Batch with the simulated runner, whose tokens are right only if every plan was. Plans
+are executed late (up to the run-ahead depth), as on the bus.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from scheduler.core.core import SchedulerCore
+from scheduler.core.events import CoreEvent
+from scheduler.core.limits import Limits
+from shared.messages import (
+    Capacity,
+    Outcome,
+    Sampling,
+    StepPlan,
+    StepResult,
+    Submit,
+    SubmitReply,
+    encode,
+    pack_tokens,
+)
+from worker.batch import Batch
+from worker.simulated import SimulatedRunner, StepTime, expected_tokens
+
+VOCAB = 997
+EOS = 5
+MS = 1_000_000
+
+
+def capacity(num_blocks: int = 64, block_size: int = 4, max_model_len: int = 128) -> Capacity:
+    return Capacity("m", max_model_len, block_size, num_blocks, VOCAB, [EOS])
+
+
+def request(
+    request_id: str, prompt_len: int = 5, max_tokens: int = 6, *, seed: int = 1, n: int = 1, arrival_ns: int = 0,
+    ignore_eos: bool = True, attempt: int = 1, priority: int = 0, gateway: str = "g", resumed: list[bytes] | None = None,
+) -> Submit:  # fmt: skip
+    return Submit(
+        request_id=request_id,
+        attempt=attempt,
+        gateway=gateway,
+        model="m",
+        prompt=pack_tokens(prompt_of(request_id, prompt_len)),
+        sampling=Sampling(seed=seed, max_tokens=max_tokens, ignore_eos=ignore_eos),
+        arrival_ns=arrival_ns,
+        n=n,
+        priority=priority,
+        resumed=resumed or [],
+    )
+
+
+def prompt_of(request_id: str, length: int) -> list[int]:
+    return [(sum(request_id.encode()) * 7 + 3 * i) % VOCAB for i in range(length)]
+
+
+class Box:
+    def __init__(self, limits: Limits | None = None, policy: str = "continuous", workers: int = 1, **cap: int) -> None:
+        self.limits = limits or Limits(max_num_seqs=4, max_num_batched_tokens=16, prefill_chunk_limit=8)
+        self.core = SchedulerCore(self.limits, policy)
+        self.now = 0
+        self.events: list[CoreEvent] = []
+        self.plans: list[StepPlan] = []
+        self.delivered: dict[tuple[str, int], list[int]] = {}
+        self.ends: dict[tuple[str, int], str] = {}
+        self.batches: dict[str, Batch] = {}
+        self.runners: dict[str, SimulatedRunner] = {}
+        self.queues: dict[str, deque[StepPlan]] = {}
+        self.submits: dict[str, Submit] = {}
+        for index in range(workers):
+            self.add_worker(f"w{index}", capacity(**cap))
+
+    def add_worker(self, name: str, cap: Capacity, incarnation: int = 1) -> None:
+        self.batches[name] = Batch(cap.block_size, cap.num_blocks, cap.max_model_len, frozenset(cap.eos_token_ids))
+        self.runners[name] = SimulatedRunner(cap, StepTime())
+        self.queues[name] = deque()
+        self.events += self.core.worker_up(name, incarnation, cap, self.now)
+
+    def submit(self, submit: Submit) -> SubmitReply:
+        reply = self.core.submit(submit, self.now)
+        if reply.outcome is Outcome.ACCEPTED:
+            self.submits[submit.request_id] = submit
+        return reply
+
+    def cancel(self, request_id: str, choice: int = -1) -> None:
+        attempt = self.submits[request_id].attempt if request_id in self.submits else 1
+        self.events += self.core.cancel(request_id, attempt, choice, self.now)
+
+    def plan(self, worker: str = "w0") -> StepPlan | None:
+        plan, events = self.core.plan(worker, self.now)
+        self.events += events
+        if plan is not None:
+            encode(plan)
+            self.plans.append(plan)
+            self.queues[worker].append(plan)
+            self.check_plan(plan)
+        return plan
+
+    def check_plan(self, plan: StepPlan) -> None:
+        """Invariant 5."""
+        rows = len(plan.decodes) + sum(n for _, n in plan.chunks) + sum(n for _, n in plan.padding)
+        assert rows <= self.limits.max_num_batched_tokens
+        assert len(plan.decodes) + len(plan.chunks) <= self.limits.max_num_seqs
+
+    def execute(self, worker: str = "w0") -> StepResult:
+        """Run the oldest plan in flight at the worker; its result goes nowhere yet."""
+        plan = self.queues[worker].popleft()
+        batch = self.batches[worker]
+        step = batch.stage(plan)
+        sampled = self.runners[worker].forward(batch, step)
+        tokens, ended, entries = batch.settle(plan, sampled)
+        for entry in entries:
+            got = self.delivered.setdefault((entry.request_id, entry.choice), [])
+            assert entry.offset == len(got), "invariant 4: in order, each once"
+            got += entry.tokens
+            if entry.end:
+                assert (entry.request_id, entry.choice) not in self.ends
+                assert entry.count == len(got)
+                self.ends[entry.request_id, entry.choice] = entry.end
+        return StepResult(plan.epoch, worker, plan.incarnation, plan.step, tokens, ended)
+
+    def apply(self, result: StepResult) -> None:
+        self.events += self.core.apply(result, self.now)
+        self.core.check()
+
+    def step(self, worker: str = "w0") -> None:
+        """One iteration with as much run-ahead as the limits allow."""
+        self.now += MS
+        while self.plan(worker) is not None:
+            pass
+        if self.queues[worker]:
+            self.apply(self.execute(worker))
+
+    def run(self, max_steps: int = 5000) -> None:
+        """Until everything has ended; fails if that takes more than ``max_steps`` (nothing waits for ever)."""
+        for _ in range(max_steps):
+            if not self.core.live_requests() and not any(self.queues.values()):
+                return
+            for worker in list(self.queues):
+                self.step(worker)
+        raise AssertionError(f"still live after {max_steps} steps: {self.core.live_requests()}")
+
+    def assert_tokens_right(self) -> None:
+        """Every choice that ended got exactly the tokens that it gets alone."""
+        for (request_id, choice), reason in self.ends.items():
+            submit = self.submits[request_id]
+            prompt_len = len(submit.prompt) // 4
+            prompt = prompt_of(request_id, prompt_len)
+            want = expected_tokens(prompt, submit.sampling.seed, submit.sampling.max_tokens, VOCAB, choice)
+            if not submit.sampling.ignore_eos and EOS in want:
+                want = want[: want.index(EOS) + 1]
+                assert reason == "stop"
+            else:
+                assert reason == "length"
+            assert self.delivered[request_id, choice] == want, (request_id, choice)
+
+    def assert_idle(self) -> None:
+        """Invariant 2, when idle: every block is free."""
+        self.core.check()
+        for worker in self.core.workers.values():
+            assert worker.pool.num_free == worker.pool.num_blocks
+            assert not worker.running and not worker.preempted and not worker.held

@@ -1,0 +1,103 @@
+"""The simulated runner: the same process and messages with a step-time model instead of a model.
+
+It computes no language, but it does keep a KV cache: the entry of each position is a hash of the entry before it and
+of the token there, read and written through the block tables. So its tokens are right only if every plan was: a page
+given to two sequences, a wrong table or a lost chunk changes what comes out. Tokens are a function of the tokens
+before them, the seed, the choice and the position, whatever the batching.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from shared.messages import Capacity
+from worker.batch import SCRATCH_PAGE, Batch, Slot, Step
+
+_MASK = (1 << 64) - 1
+
+
+def _mix(value: int) -> int:
+    """The finaliser of splitmix64 (Steele, Lea, Flood; OOPSLA 2014)."""
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)
+
+
+def chain(state: int, token: int) -> int:
+    """The KV entry of ``token`` after a position whose entry is ``state``."""
+    return _mix((state + 0x9E3779B97F4A7C15 + token) & _MASK)
+
+
+def pick(state: int, seed: int, prompt_index: int, choice: int, position: int, vocab_size: int) -> int:
+    """The token sampled after a position whose KV entry is ``state``."""
+    return _mix(state ^ _mix((seed * 31 + prompt_index * 1009 + choice * 65537 + position) & _MASK)) % vocab_size
+
+
+def expected_tokens(prompt: list[int], seed: int, count: int, vocab_size: int, choice: int = 0) -> list[int]:
+    """What the simulated worker generates for a prompt: the oracle of the tests."""
+    state = 0
+    for token in prompt:
+        state = chain(state, token)
+    tokens: list[int] = []
+    for position in range(len(prompt), len(prompt) + count):
+        token = pick(state, seed, 0, choice, position, vocab_size)
+        tokens.append(token)
+        state = chain(state, token)
+    return tokens
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Duration of a step: ``base_us + token_us * rows``, padding included."""
+
+    base_us: float = 0.0
+    token_us: float = 0.0
+
+    def seconds(self, rows: int) -> float:
+        return (self.base_us + self.token_us * rows) / 1e6
+
+
+class SimulatedRunner:
+    def __init__(self, capacity: Capacity, step_time: StepTime) -> None:
+        self.capacity = capacity
+        self.kv_bytes_copied = 0
+        self._step_time = step_time
+        self._kv = np.zeros((capacity.num_blocks + 1, capacity.block_size), dtype=np.uint64)
+
+    def forward(self, batch: Batch, step: Step) -> list[int]:
+        began = time.monotonic()
+        for source, target in step.copies:
+            self._kv[target] = self._kv[source]
+            self.kv_bytes_copied += self._kv[target].nbytes
+        sampled: list[int] = []
+        for row in step.rows:
+            if row.padding:
+                self._kv[SCRATCH_PAGE, 0] = 0
+                continue
+            state = self._write(batch, row.slot, row.start, row.count)
+            if row.sample:
+                slot = row.slot
+                position = row.start + row.count
+                sampled.append(
+                    pick(
+                        state, slot.sampling.seed, slot.prompt_index, slot.choice, position, self.capacity.vocab_size
+                    )
+                )  # fmt: skip
+        left = self._step_time.seconds(step.num_tokens) - (time.monotonic() - began)
+        if left > 0:
+            time.sleep(left)  # this is the model: the step takes as long as the device would
+        return sampled
+
+    def _write(self, batch: Batch, slot: Slot, start: int, count: int) -> int:
+        size = batch.block_size
+        table = batch.tables[slot.index]
+        state = 0
+        if start:
+            state = int(self._kv[table[(start - 1) // size], (start - 1) % size])
+        for position in range(start, start + count):
+            state = chain(state, slot.tokens[position])
+            self._kv[table[position // size], position % size] = state
+        return state
