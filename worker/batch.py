@@ -110,11 +110,13 @@ class Batch:
             rows.append(Row(slot, max(1, slot.computed), count, sample=False, padding=True))
         return Step(rows, list(plan.copies))
 
-    def settle(self, plan: StepPlan, sampled: list[int]) -> tuple[list[int], list[tuple[int, str]], list[TokenEntry]]:
+    def settle(
+        self, plan: StepPlan, sampled: list[int]
+    ) -> tuple[list[int], list[tuple[int, str]], list[tuple[Slot, TokenEntry]]]:
         """Account for the forward pass of ``plan``: (result tokens, ended slots, entries for gateways)."""
         results: list[int] = []
         ended: list[tuple[int, str]] = []
-        entries: list[TokenEntry] = []
+        entries: list[tuple[Slot, TokenEntry]] = []
         cursor = 0
         for index, count in [(index, 1) for index in plan.decodes] + list(plan.chunks):
             slot = self._slot(index)
@@ -132,12 +134,9 @@ class Batch:
             results.append(token)
             if slot.ended:
                 ended.append((index, slot.ended))
-            entries.append(
-                TokenEntry(
-                    slot.request_id, slot.attempt, slot.choice, offset, [token], slot.ended,
-                    slot.generated if slot.ended else 0,
-                )
-            )  # fmt: skip
+            count = slot.generated if slot.ended else 0
+            entry = TokenEntry(slot.request_id, slot.attempt, slot.choice, offset, [token], slot.ended, count)
+            entries.append((slot, entry))
         if cursor != len(sampled):
             raise PlanError(f"{len(sampled)} tokens sampled, {cursor} expected")
         return results, ended, entries

@@ -301,7 +301,7 @@ class SchedulerCore:
         if any(len(more) >= submit.sampling.max_tokens for more in resumed):
             return Outcome.INVALID, "a resumed choice has max_tokens tokens already", []
         total = len(tokens) + submit.sampling.max_tokens
-        longest = max(self._max_model_len(capacity) for capacity in capacities)
+        longest = max(self.max_model_len(capacity) for capacity in capacities)
         if total > longest:
             return (
                 Outcome.TOO_LONG,
@@ -315,7 +315,8 @@ class SchedulerCore:
             return Outcome.QUEUE_FULL, f"{len(model.queue)} requests are waiting already", []
         return Outcome.ACCEPTED, "", tokens
 
-    def _max_model_len(self, capacity: Capacity) -> int:
+    def max_model_len(self, capacity: Capacity) -> int:
+        """Longest prompt + output that a worker of this capacity is given."""
         if self.limits.enable_chunked_prefill:
             return capacity.max_model_len
         return min(capacity.max_model_len, self.limits.max_num_batched_tokens)  # a prompt runs in one step or never

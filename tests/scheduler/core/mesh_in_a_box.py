@@ -36,7 +36,8 @@ def capacity(num_blocks: int = 64, block_size: int = 4, max_model_len: int = 128
 
 def request(
     request_id: str, prompt_len: int = 5, max_tokens: int = 6, *, seed: int = 1, n: int = 1, arrival_ns: int = 0,
-    ignore_eos: bool = True, attempt: int = 1, priority: int = 0, gateway: str = "g", resumed: list[bytes] | None = None,
+    ignore_eos: bool = True, attempt: int = 1, priority: int = 0, gateway: str = "g",
+    resumed: list[bytes] | None = None,
 ) -> Submit:  # fmt: skip
     return Submit(
         request_id=request_id,
@@ -111,7 +112,7 @@ class Box:
         step = batch.stage(plan)
         sampled = self.runners[worker].forward(batch, step)
         tokens, ended, entries = batch.settle(plan, sampled)
-        for entry in entries:
+        for _, entry in entries:
             got = self.delivered.setdefault((entry.request_id, entry.choice), [])
             assert entry.offset == len(got), "invariant 4: in order, each once"
             got += entry.tokens

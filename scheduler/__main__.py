@@ -1,0 +1,55 @@
+"""``python -m scheduler``: take the lead of a mesh and schedule until told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Sequence
+
+from prometheus_client import CollectorRegistry
+
+from observability.logs import setup_logging
+from observability.metrics import MetricsListener
+from observability.tracing import Tracing
+from scheduler.config import SchedulerConfig
+from scheduler.metrics import SchedulerMetrics
+from scheduler.service import SchedulerService
+from shared.bus import BusUnavailable, NatsBus
+from shared.config import parse_service
+from shared.ids import new_process_id
+from shared.lifecycle import StartupError, run
+
+
+async def serve(config: SchedulerConfig, stop: asyncio.Event) -> None:
+    name = config.scheduler_id or new_process_id("scheduler")
+    try:
+        config.limits()
+    except ValueError as error:
+        raise StartupError(str(error)) from None
+    registry = CollectorRegistry()
+    metrics = SchedulerMetrics(registry)
+    try:
+        listener = MetricsListener(registry, config.metrics_host, config.metrics_port)
+    except OSError as error:
+        raise StartupError(f"metrics port {config.metrics_port}: {error.strerror}") from None
+    tracing = Tracing("scheduler", name, config.otlp_endpoint, config.trace_sampling)
+    try:
+        step_bus = await NatsBus.connect(config.nats, f"{name}-step", config.nats_token)
+        bus = await NatsBus.connect(config.nats, name, config.nats_token)
+    except BusUnavailable as error:
+        raise StartupError(str(error)) from None
+    await SchedulerService(config, name, step_bus, bus, metrics, tracing).run(stop)
+    await step_bus.close()
+    await bus.close()
+    await asyncio.to_thread(tracing.shutdown)
+    listener.close()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    config = parse_service(SchedulerConfig, "scheduler", "headrace scheduler", argv)
+    setup_logging("scheduler", config.log_level)
+    return run(lambda stop: serve(config, stop))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

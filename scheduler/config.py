@@ -1,0 +1,47 @@
+"""The scheduler's options, declared once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from scheduler.core.limits import Limits
+from scheduler.policies.batching import BATCHING_POLICIES
+from shared.config import MeshConfig, at_least, between, option
+
+
+@dataclass(frozen=True)
+class SchedulerConfig(MeshConfig):
+    """The Headrace scheduler: decides every iteration of every worker."""
+
+    scheduler_id: str = option("", "name of this scheduler on the bus (default: a random one)")
+    policy: str = option(
+        "continuous", "when a batch takes in new sequences; static and dynamic are baselines",
+        choices=tuple(BATCHING_POLICIES),
+    )  # fmt: skip
+    max_num_seqs: int = option(64, "most sequences in one worker's batch", check=at_least(1))
+    max_num_batched_tokens: int = option(1024, "token budget of one iteration", check=at_least(1))
+    enable_chunked_prefill: bool = option(True, "split long prompts over iterations")
+    prefill_chunk_limit: int = option(512, "most prompt tokens of one sequence in one iteration", check=at_least(1))
+    max_num_queued_reqs: int = option(1024, "most waiting sequences; more are refused with 429", check=at_least(1))
+    admission_watermark: float = option(
+        0.02, "share of the KV blocks kept free when a sequence is admitted", check=between(0, 0.5)
+    )
+    run_ahead: int = option(2, "plans in flight per worker; 1 turns run-ahead off", check=between(1, 8))
+    worker_timeout_s: float = option(5.0, "a worker silent for so long is lost", check=at_least(1))
+    gateway_timeout_s: float = option(
+        10.0, "a gateway silent for so long is gone, and its requests are cancelled", check=at_least(1)
+    )
+    metrics_host: str = option("127.0.0.1", "address of the metrics listener")
+    metrics_port: int = option(9401, "port of the metrics listener; 0: any free one", check=between(0, 65535))
+
+    def limits(self) -> Limits:
+        """Raises ValueError if the numbers contradict each other."""
+        return Limits(
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            enable_chunked_prefill=self.enable_chunked_prefill,
+            prefill_chunk_limit=self.prefill_chunk_limit,
+            run_ahead=self.run_ahead,
+            max_num_queued_reqs=self.max_num_queued_reqs,
+            admission_watermark=self.admission_watermark,
+        )

@@ -1,0 +1,85 @@
+"""``python -m worker``: load the model, join the mesh, run plans until told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+from observability.logs import setup_logging
+from observability.metrics import MetricsListener
+from observability.tracing import Tracing
+from shared.bus import BusUnavailable, NatsBus
+from shared.config import parse_service
+from shared.ids import new_incarnation, new_process_id
+from shared.lifecycle import StartupError, run
+from shared.messages import Capacity
+from worker.config import WorkerConfig
+from worker.metrics import WorkerMetrics
+from worker.runner import Runner
+from worker.service import WorkerService
+from worker.simulated import SimulatedRunner, StepTime
+
+log = logging.getLogger("headrace.worker")
+
+
+def load_runner(config: WorkerConfig) -> Runner:
+    """Load the model (or its simulation). Raises StartupError with the reason if it cannot be served."""
+    if config.simulate:
+        eos = [config.simulate_eos] if config.simulate_eos >= 0 else []
+        name = config.served_model_name or config.model
+        longest = min(config.max_model_len or 1 << 20, config.simulate_blocks * config.block_size)
+        capacity = Capacity(
+            name, longest, config.block_size, config.simulate_blocks, config.simulate_vocab_size, eos, "simulated"
+        )
+        return SimulatedRunner(capacity, StepTime(config.simulate_base_us, config.simulate_token_us))
+    from worker.torch_runner import load_torch_runner  # torch only where a model is really run
+
+    return load_torch_runner(config)
+
+
+async def serve(config: WorkerConfig, stop: asyncio.Event) -> None:
+    name = config.worker_id or new_process_id("worker")
+    registry = CollectorRegistry()
+    metrics = WorkerMetrics(registry)
+    try:
+        listener = MetricsListener(registry, config.metrics_host, config.metrics_port)
+    except OSError as error:
+        raise StartupError(f"metrics port {config.metrics_port}: {error.strerror}") from None
+    tracing = Tracing("worker", name, config.otlp_endpoint, config.trace_sampling)
+    try:
+        step_bus = await NatsBus.connect(config.nats, f"{name}-step", config.nats_token)
+        bus = await NatsBus.connect(config.nats, name, config.nats_token)
+    except BusUnavailable as error:
+        raise StartupError(str(error)) from None
+    service = WorkerService(config, name, new_incarnation(), step_bus, bus, metrics, tracing)
+    await service.listen()
+    async with asyncio.TaskGroup() as group:
+        serving = group.create_task(service.run(stop))
+        loading = asyncio.get_running_loop().run_in_executor(None, load_runner, config)
+        stopped = group.create_task(stop.wait())
+        waiting: list[asyncio.Future[Any]] = [loading, stopped]
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        if loading.done():
+            service.attach(loading.result())
+            log.info("worker %s serves %s", name, loading.result().capacity.model)
+        await serving
+        stopped.cancel()
+    await step_bus.close()
+    await bus.close()
+    await asyncio.to_thread(tracing.shutdown)
+    listener.close()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    config = parse_service(WorkerConfig, "worker", "headrace worker", argv)
+    setup_logging("worker", config.log_level)
+    return run(lambda stop: serve(config, stop))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,41 @@
+"""The worker's options, declared once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shared.config import MeshConfig, at_least, between, option
+
+
+@dataclass(frozen=True)
+class WorkerConfig(MeshConfig):
+    """A Headrace worker: runs batched forward passes of one model."""
+
+    model: str = option("default", "Hugging Face id or local folder; 'default' is the bundled SmolLM2-135M-Instruct")
+    served_model_name: str = option("", "name that clients use for the model (default: made from --model)")
+    worker_id: str = option("", "name of this worker on the bus (default: a random one)")
+    dtype: str = option(
+        "auto",
+        "weights and KV cache; auto: bfloat16 on a GPU, float32 on a CPU",
+        choices=("auto", "float32", "bfloat16", "float16", "float64"),
+    )
+    device: str = option("auto", "auto takes a GPU where there is one", choices=("auto", "cpu", "cuda"))
+    block_size: int = option(16, "tokens per KV block", check=between(1, 1024))
+    max_model_len: int | None = option(
+        None, "longest prompt + output, in tokens (default: the model's own limit); clamped to the KV pool",
+        check=at_least(1),
+    )  # fmt: skip
+    kv_cache_memory: str = option("1GiB", "memory for KV blocks on a CPU, e.g. 512MiB or 4GiB")
+    gpu_memory_utilization: float = option(
+        0.9, "share of the GPU's memory for weights, activations and KV blocks", check=between(0.05, 1.0)
+    )
+    threads: int = option(0, "compute threads on a CPU; 0: as torch chooses", check=between(0, 1024))
+    metrics_host: str = option("127.0.0.1", "address of the metrics listener")
+    metrics_port: int = option(9402, "port of the metrics listener; 0: any free one", check=between(0, 65535))
+    drain_grace_s: float = option(30.0, "how long a stopping worker lets its sequences finish", check=at_least(0))
+    simulate: bool = option(False, "simulate the model: same process and messages, a step-time model for the device")
+    simulate_base_us: float = option(2000.0, "simulated step time: base", check=at_least(0))
+    simulate_token_us: float = option(50.0, "simulated step time: per token in the batch", check=at_least(0))
+    simulate_blocks: int = option(4096, "KV blocks of a simulated worker", check=at_least(1))
+    simulate_vocab_size: int = option(32000, "vocabulary of a simulated model", check=at_least(2))
+    simulate_eos: int = option(-1, "end-of-sequence id of a simulated model; -1: none", check=at_least(-1))

@@ -1,0 +1,248 @@
+"""The worker's NATS shell: plans in, results and tokens out, beats. Decides nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+from observability.tracing import Tracing
+from shared.bus import NatsBus
+from shared.lifecycle import ServiceFault
+from shared.messages import (
+    BadMessage,
+    EndReason,
+    Reset,
+    RollCall,
+    StepPlan,
+    TokenBatch,
+    TokenEntry,
+    WorkerBeat,
+    WorkerFault,
+    WorkerState,
+    decode,
+    encode,
+)
+from shared.outbox import Outbox
+from shared.subjects import Subjects
+from worker.batch import Batch, Slot
+from worker.config import WorkerConfig
+from worker.ledger import StepLedger
+from worker.metrics import WorkerMetrics
+from worker.runner import Runner
+from worker.step_loop import Executed, StepLoop
+
+log = logging.getLogger("headrace.worker")
+
+BEAT_S = 0.5
+
+
+class WorkerService:
+    """``step_bus`` carries plans and results only, ``bus`` tokens and beats."""
+
+    def __init__(
+        self, config: WorkerConfig, name: str, incarnation: int, step_bus: NatsBus, bus: NatsBus,
+        metrics: WorkerMetrics, tracing: Tracing,
+    ) -> None:  # fmt: skip
+        self._config = config
+        self._name = name
+        self._incarnation = incarnation
+        self._step_bus = step_bus
+        self._bus = bus
+        self._metrics = metrics
+        self._tracing = tracing
+        self._subjects = Subjects(config.mesh)
+        self._step_out = Outbox(step_bus)
+        self._out = Outbox(bus)
+        self._ledger = StepLedger(name, incarnation)
+        self._runner: Runner | None = None
+        self._loop: StepLoop | None = None
+        self._event_loop = asyncio.get_running_loop()
+        self._quiet = asyncio.Event()  # set by each step that leaves the batch empty
+        self.draining = False
+
+    async def listen(self) -> None:
+        """Subscribe and show up, before the model is loaded: the mesh sees a worker that is loading."""
+        await self._step_bus.subscribe(self._subjects.step(self._name), self._on_plan)
+        await self._bus.subscribe(self._subjects.roll_call, self._on_roll_call)
+        await self._step_bus.flush()
+        self._beat()
+
+    def attach(self, runner: Runner) -> None:
+        """The model is loaded: from now on plans can be run."""
+        capacity = runner.capacity
+        batch = Batch(
+            capacity.block_size, capacity.num_blocks, capacity.max_model_len, frozenset(capacity.eos_token_ids)
+        )
+        self._runner = runner
+        self._loop = StepLoop(runner, batch, self._ledger.current, self._deliver)
+        self._loop.start()
+        self._beat()
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Serve until ``stop``, then drain."""
+        async with asyncio.TaskGroup() as group:
+            tasks = [
+                group.create_task(self._step_out.run()),
+                group.create_task(self._out.run()),
+                group.create_task(self._beats()),
+            ]
+            await stop.wait()
+            await self._drain()
+            for task in tasks:
+                task.cancel()
+        await self._step_out.drain()
+        await self._out.drain()
+        if self._loop is not None:
+            await asyncio.to_thread(self._loop.stop)
+
+    async def _drain(self) -> None:
+        self.draining = True
+        self._beat()
+        if self._loop is None or not self._loop.num_slots:
+            return
+        self._quiet.clear()
+        try:
+            async with asyncio.timeout(self._config.drain_grace_s):
+                await self._quiet.wait()
+        except TimeoutError:
+            log.warning("stopped with %d sequences unfinished", self._loop.num_slots)
+
+    # --- in ---------------------------------------------------------------------------------------------------------
+
+    def _on_plan(self, payload: bytes, _: str) -> None:
+        try:
+            message = decode(payload)
+        except BadMessage:
+            self._metrics.bad_messages.inc()
+            return
+        if not isinstance(message, StepPlan | Reset) or self._loop is None:
+            self._metrics.bad_messages.inc()
+            return
+        verdict = self._ledger.offer(message)
+        if verdict.stale:
+            self._metrics.stale_plans.inc()
+        if verdict.reset:
+            self._loop.reset()
+        if verdict.execute is not None:
+            self._loop.put(verdict.execute)
+        elif verdict.resend is not None:
+            self._metrics.results_resent.inc()
+            self._step_out.post(self._subjects.result(message.epoch), verdict.resend)
+        elif verdict.need is not None:
+            self._metrics.plan_gaps.inc()
+            self._step_out.post(self._subjects.result(message.epoch), encode(verdict.need))
+
+    def _on_roll_call(self, payload: bytes, _: str) -> None:
+        try:
+            if isinstance(decode(payload), RollCall):
+                self._beat()
+        except BadMessage:
+            self._metrics.bad_messages.inc()
+
+    # --- out --------------------------------------------------------------------------------------------------------
+
+    def _deliver(self, executed: Executed) -> None:
+        """On the step loop's thread: encode, then hand over to the event loop."""
+        plan = executed.plan
+        if executed.fault:
+            fault = WorkerFault(plan.epoch, self._name, self._incarnation, plan.step, executed.fault)
+            self._event_loop.call_soon_threadsafe(self._send_fault, plan, encode(fault))
+            return
+        result = encode(executed.result)
+        batches = [
+            (gateway, encode(TokenBatch(plan.epoch, self._name, self._incarnation, plan.step, part)))
+            for gateway, entries in executed.entries.items()
+            for part in split_entries(entries, self._bus.max_payload)
+        ]
+        self._event_loop.call_soon_threadsafe(self._send, executed, result, batches)
+
+    def _send(self, executed: Executed, result: bytes, batches: list[tuple[str, bytes]]) -> None:
+        self._ledger.record(executed.plan, result)
+        self._step_out.post(self._subjects.result(executed.plan.epoch), result)
+        for gateway, payload in batches:
+            self._out.post(self._subjects.tokens(gateway), payload)
+        self._observe(executed)
+
+    def _send_fault(self, plan: StepPlan, payload: bytes) -> None:
+        self._metrics.faults.inc()
+        self._step_out.post(self._subjects.result(plan.epoch), payload)
+
+    def _observe(self, executed: Executed) -> None:
+        result = executed.result
+        self._metrics.step_seconds.observe(result.forward_us / 1e6)
+        self._metrics.busy_seconds.inc(result.forward_us / 1e6)
+        if executed.plan.backlog:
+            self._metrics.idle_gap_seconds.observe(result.gap_us / 1e6)
+        prefill = sum(count for _, count in executed.plan.chunks)
+        self._metrics.step_tokens.labels("prefill").inc(prefill)
+        self._metrics.step_tokens.labels("decode").inc(result.rows - prefill - result.padding_rows)
+        self._metrics.step_tokens.labels("padding").inc(result.padding_rows)
+        self._metrics.kv_bytes_copied.set(result.kv_bytes_copied)
+        if self._loop is not None:
+            self._metrics.slots.set(self._loop.num_slots)
+            if not self._loop.num_slots:
+                self._quiet.set()
+        if executed.finished and self._tracing.enabled:
+            now = time.time_ns()
+            for slot in executed.finished:
+                self._trace(slot, now)
+
+    def _trace(self, slot: Slot, now: int) -> None:
+        attributes: dict[str, str | int] = {
+            "headrace.request_id": slot.request_id,
+            "headrace.choice": slot.choice,
+            "headrace.worker": self._name,
+        }
+        self._tracing.record(
+            "prefill", slot.first_row_ns, slot.first_token_ns, slot.traceparent,
+            attributes | {"gen_ai.usage.input_tokens": slot.prompt_len},
+        )  # fmt: skip
+        self._tracing.record(
+            "decode", slot.first_token_ns, now, slot.traceparent,
+            attributes | {"gen_ai.usage.output_tokens": slot.generated, "headrace.end_reason": slot.ended},
+            error=slot.ended if slot.ended == EndReason.FAILED else "",
+        )  # fmt: skip
+
+    # --- presence ---------------------------------------------------------------------------------------------------
+
+    def _beat(self) -> None:
+        loop = self._loop
+        state = WorkerState.LOADING
+        if self._runner is not None:
+            state = WorkerState.DRAINING if self.draining else WorkerState.READY
+        executing = loop.executing if loop is not None else 0
+        beat = WorkerBeat(
+            worker=self._name,
+            incarnation=self._incarnation,
+            epoch=self._ledger.epoch,
+            state=state,
+            capacity=self._runner.capacity if self._runner is not None else None,
+            step=loop.last_step if loop is not None else 0,
+            executing=executing,
+            executing_us=(time.monotonic_ns() - loop.executing_since_ns) // 1000 if loop and executing else 0,
+            slots=loop.num_slots if loop is not None else 0,
+        )
+        self._out.post(self._subjects.beat("worker", self._name), encode(beat))
+
+    async def _beats(self) -> None:
+        while True:
+            self._beat()
+            if self._loop is not None and not self._loop.alive:
+                raise ServiceFault("the step loop ended")
+            await asyncio.sleep(BEAT_S)
+
+
+def split_entries(entries: list[TokenEntry], max_payload: int) -> list[list[TokenEntry]]:
+    """Cut a gateway's entries so that each part surely stays under ``max_payload`` bytes."""
+    room = max_payload // 2
+    parts: list[list[TokenEntry]] = [[]]
+    size = 0
+    for entry in entries:
+        weight = 64 + len(entry.request_id.encode()) + 5 * len(entry.tokens)
+        if size + weight > room and parts[-1]:
+            parts.append([])
+            size = 0
+        parts[-1].append(entry)
+        size += weight
+    return parts

@@ -1,0 +1,136 @@
+"""The step loop: a thread that takes plans, runs forward passes and hands results to the event loop.
+
+It never waits for the bus while a plan is queued: plan k+1 is there before step k ends (run-ahead), and results leave
+through ``deliver``, which must not block. How long it was blocked for want of a plan is measured here: that is the
+idle gap (DESIGN 3).
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from shared.messages import StepPlan, StepResult, TokenEntry
+from worker.batch import Batch, Slot
+from worker.runner import Runner
+
+log = logging.getLogger("headrace.worker")
+
+
+@dataclass(slots=True)
+class Executed:
+    """One executed step. ``entries`` are grouped by gateway; ``finished`` slots ended in this step."""
+
+    plan: StepPlan
+    result: StepResult
+    entries: dict[str, list[TokenEntry]]
+    finished: list[Slot] = field(default_factory=list)
+    fault: str = ""
+
+
+@dataclass(slots=True)
+class _ResetBatch:
+    pass
+
+
+class StepLoop:
+    """``is_current`` is asked before a plan runs (fencing); ``deliver`` gets every executed step, on this thread."""
+
+    def __init__(
+        self, runner: Runner, batch: Batch, is_current: Callable[[StepPlan], bool], deliver: Callable[[Executed], None]
+    ) -> None:
+        self._runner = runner
+        self._batch = batch
+        self._is_current = is_current
+        self._deliver = deliver
+        self._queue: queue.SimpleQueue[StepPlan | _ResetBatch | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="step-loop", daemon=True)
+        self.executing = 0  # step being executed, 0 if none
+        self.executing_since_ns = 0
+        self.last_step = 0
+        self.num_slots = 0  # sequences that have not ended
+
+    def start(self) -> None:
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def put(self, plan: StepPlan) -> None:
+        self._queue.put(plan)
+
+    def reset(self) -> None:
+        """Forget every slot before any plan put after this."""
+        self._queue.put(_ResetBatch())
+
+    def stop(self, timeout_s: float = 5.0) -> None:
+        self._queue.put(None)
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        free_since = time.perf_counter_ns()
+        while True:
+            item = self._queue.get()
+            if item is None:
+                return
+            if isinstance(item, _ResetBatch):
+                self._batch.clear()
+                self.num_slots = 0
+                continue
+            if not self._is_current(item):
+                continue
+            waited_us = (time.perf_counter_ns() - free_since) // 1000
+            self._deliver(self._execute(item, waited_us))
+            free_since = time.perf_counter_ns()
+
+    def _execute(self, plan: StepPlan, waited_us: int) -> Executed:
+        self.executing_since_ns = time.monotonic_ns()
+        self.executing = plan.step
+        started = time.perf_counter_ns()
+        batch = self._batch
+        try:
+            step = batch.stage(plan)
+            now = time.time_ns()
+            for row in step.rows:
+                if not row.slot.first_row_ns:
+                    row.slot.first_row_ns = now
+            sampled = self._runner.forward(batch, step) if step.rows or step.copies else []
+            tokens, ended, entries = batch.settle(plan, sampled)
+        except Exception as error:  # any fault of the model or the plan loses this batch, not the process
+            log.exception("step %d failed", plan.step)
+            batch.clear()
+            self.executing = self.num_slots = 0
+            reason = f"{type(error).__name__}: {error}"
+            return Executed(plan, StepResult(plan.epoch, plan.worker, plan.incarnation, plan.step, []), {}, [], reason)
+        ended_ns = time.time_ns()
+        grouped: dict[str, list[TokenEntry]] = {}
+        finished: list[Slot] = []
+        for slot, entry in entries:
+            grouped.setdefault(slot.gateway, []).append(entry)
+            if not slot.first_token_ns:
+                slot.first_token_ns = ended_ns
+            if entry.end:
+                finished.append(slot)
+        self.last_step = plan.step
+        self.executing = 0
+        self.num_slots = sum(not slot.ended for slot in batch.slots.values())
+        result = StepResult(
+            epoch=plan.epoch,
+            worker=plan.worker,
+            incarnation=plan.incarnation,
+            step=plan.step,
+            tokens=tokens,
+            ended=ended,
+            forward_us=(time.perf_counter_ns() - started) // 1000,
+            gap_us=waited_us if plan.backlog else 0,
+            rows=step.num_tokens,
+            padding_rows=sum(rows for _, rows in plan.padding),
+            kv_bytes_copied=self._runner.kv_bytes_copied,
+            wait_us=waited_us,
+        )
+        return Executed(plan, result, grouped, finished)
