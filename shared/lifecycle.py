@@ -22,8 +22,14 @@ class ServiceFault(RuntimeError):
     """The service cannot go on; its supervisor restarts it."""
 
 
-def run(main: Callable[[asyncio.Event], Awaitable[None]]) -> int:
-    """Run ``main(stop)`` until it returns; SIGTERM and SIGINT set ``stop``. Returns the exit code."""
+def run(
+    main: Callable[[asyncio.Event], Awaitable[None]],
+    loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
+) -> int:
+    """Run ``main(stop)`` until it returns; SIGTERM and SIGINT set ``stop``. Returns the exit code.
+
+    ``loop_factory`` makes the event loop (e.g. uvloop's); None takes asyncio's own.
+    """
 
     async def body() -> None:
         stop = asyncio.Event()
@@ -34,7 +40,8 @@ def run(main: Callable[[asyncio.Event], Awaitable[None]]) -> int:
 
     code = 0
     try:
-        asyncio.run(body())
+        with asyncio.Runner(loop_factory=loop_factory) as runner:
+            runner.run(body())
     except* StartupError as group:
         print(f"headrace: {_first(group)}", file=sys.stderr, flush=True)
         code = 2

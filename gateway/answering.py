@@ -1,0 +1,314 @@
+"""One HTTP request's whole way: body, valid request, tokens, submission, answer; and its end, whichever it is.
+
+Everything that can be refused is refused before the response starts, with its HTTP status. From then on an error is
+an event in the stream. Whatever happens, the request is released: what may still run of it is cancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from opentelemetry.trace import SpanKind
+from starlette.types import Receive, Scope, Send
+
+from gateway.body import ClientGone, parse_json, read_body
+from gateway.choice_text import ChoiceText
+from gateway.config import GatewayConfig
+from gateway.dispatch import Dispatch, Part
+from gateway.endpoints import Endpoint, Request, WriterContext
+from gateway.errors import ApiError, unavailable
+from gateway.flight import Flight
+from gateway.ledger import RequestRecord
+from gateway.metrics import GatewayMetrics
+from gateway.responses import client_request_id, header, send_error, send_whole
+from gateway.tokenizer import PromptTokenizer
+from gateway.writers import Writer
+from observability.tracing import RequestSpan, Tracing
+from shared.ids import new_request_id
+from shared.messages import ModelInfo, Outcome, Sampling, Submit, pack_tokens
+
+log = logging.getLogger("headrace.gateway")
+
+CONCURRENT_OFFERS = 32  # submissions of one request that wait for their reply at once
+
+
+@dataclass(slots=True)
+class Gateway:
+    """What every request of this process shares."""
+
+    config: GatewayConfig
+    dispatch: Dispatch
+    tokenizer: PromptTokenizer
+    tracing: Tracing
+    metrics: GatewayMetrics
+    draining: bool = False
+    in_flight: int = 0
+
+    @property
+    def model(self) -> str:
+        return self.config.model_name
+
+    def why_not_ready(self) -> str | None:
+        if self.draining:
+            return "the gateway is draining"
+        return self.dispatch.mesh.why_not_ready(self.model, time.monotonic())
+
+    def model_info(self, name: str) -> ModelInfo:
+        """The served model as the mesh describes it now; 404 for another name, 503 while it cannot be served."""
+        if name and name != self.model:
+            raise ApiError(
+                404, f"the model {name!r} does not exist; {self.model!r} is served", param="model",
+                code="model_not_found", outcome=Outcome.UNKNOWN_MODEL.value,
+            )  # fmt: skip
+        reason = self.why_not_ready()
+        if reason is not None:
+            outcome = Outcome.DRAINING if self.draining else Outcome.NO_WORKER
+            raise unavailable(reason, outcome.value)
+        info = self.dispatch.mesh.model(self.model, time.monotonic())
+        assert info is not None
+        return info
+
+
+@dataclass(slots=True)
+class _Visit:
+    """One request to one endpoint."""
+
+    request_id: str  # the client's, or ours; for people
+    arrival_ns: int
+    flight: Flight
+    span: RequestSpan
+    headers: list[tuple[bytes, bytes]]
+    outcome: str = "failed"
+    answered: bool = False  # the response has gone out, whole or with its error in the stream
+
+
+class AnswerApp:
+    """The ASGI application of one endpoint that answers prompts."""
+
+    def __init__(self, gateway: Gateway, endpoint: Endpoint) -> None:
+        self._gateway = gateway
+        self._endpoint = endpoint
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        gateway = self._gateway
+        visit = self._visit(scope)
+        gateway.in_flight += 1
+        gateway.metrics.in_flight.inc()
+        try:
+            await self._answer(scope, receive, send, visit)
+        except ApiError as error:
+            visit.outcome = error.outcome
+            await send_error(send, error, visit.headers)
+        except ClientGone:
+            visit.outcome = "aborted"
+        finally:
+            gateway.in_flight -= 1
+            gateway.metrics.in_flight.dec()
+            self._account(visit)
+
+    def _visit(self, scope: Scope) -> _Visit:
+        arrival_ns = time.time_ns()
+        request_id = client_request_id(scope) or new_request_id()
+        model = self._gateway.model
+        span = self._gateway.tracing.start(
+            f"{self._endpoint.operation} {model}",
+            arrival_ns,
+            header(scope, b"traceparent"),
+            {
+                "gen_ai.operation.name": self._endpoint.operation,
+                "gen_ai.provider.name": "headrace",
+                "gen_ai.request.model": model,
+                "headrace.client_request_id": request_id,
+            },
+            SpanKind.SERVER,
+        )
+        flight = Flight(time.monotonic(), self._gateway.metrics)
+        return _Visit(request_id, arrival_ns, flight, span, [(b"x-request-id", request_id.encode())])
+
+    def _account(self, visit: _Visit) -> None:
+        metrics, flight = self._gateway.metrics, visit.flight
+        metrics.requests.labels(self._endpoint.name, visit.outcome).inc()
+        duration_s = time.monotonic() - flight.arrival_s
+        if visit.outcome == "finished":
+            metrics.e2e_latency.observe(duration_s)
+            metrics.request_generation_tokens.observe(flight.completion_tokens)
+        visit.span.set({
+            "gen_ai.usage.input_tokens": flight.prompt_tokens,
+            "gen_ai.usage.output_tokens": flight.completion_tokens,
+            "gen_ai.response.finish_reasons": [choice.text.finish_reason or "" for choice in flight.choices[:16]],
+        })  # fmt: skip
+        visit.span.end(time.time_ns(), "" if visit.outcome == "finished" else visit.outcome)
+        log.info(
+            "%s %s: %d prompt and %d answer tokens in %.3f s",
+            self._endpoint.name, visit.outcome, flight.prompt_tokens, flight.completion_tokens, duration_s,
+            extra={"request_id": visit.request_id},
+        )  # fmt: skip
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send, visit: _Visit) -> None:
+        gateway, flight = self._gateway, visit.flight
+        if gateway.draining:
+            raise unavailable("the gateway is draining", Outcome.DRAINING.value)
+        if gateway.in_flight > gateway.config.max_concurrent_requests:
+            raise ApiError(
+                429, f"more than {gateway.config.max_concurrent_requests} requests at once", "rate_limit_error",
+                code="too_many_requests", retry_after_s=1.0, outcome=Outcome.QUEUE_FULL.value,
+            )  # fmt: skip
+        body = await read_body(scope, receive, gateway.config.max_body_bytes)
+        request = self._endpoint.parse(parse_json(body), gateway.config)
+        model = gateway.model_info(request.model)
+        records = await self._open(request, model, visit)
+        try:
+            async with asyncio.TaskGroup() as group:
+                watch = group.create_task(_watch_client(receive, flight))
+                await self._offer(records, flight)
+                if flight.error is None and not flight.client_gone:
+                    gateway.metrics.prompt_tokens.inc(flight.prompt_tokens)
+                    gateway.metrics.request_prompt_tokens.observe(flight.prompt_tokens)
+                    writer = self._endpoint.writer(
+                        request, WriterContext(flight, visit.arrival_ns // 1_000_000_000, model.name)
+                    )
+                    if request.stream:
+                        await self._stream(send, writer, visit)
+                    else:
+                        await self._reply(send, writer, visit)
+                watch.cancel()
+        finally:
+            for record in records:
+                gateway.dispatch.release(record)
+        if visit.answered:
+            return
+        if flight.error is not None and not flight.client_gone:
+            raise flight.error
+        raise ClientGone
+
+    async def _open(self, request: Request, model: ModelInfo, visit: _Visit) -> list[RequestRecord[Part]]:
+        """Tokenise, settle the parameters, and enter one request for each prompt into the ledger."""
+        gateway, flight = self._gateway, visit.flight
+        began_ns = time.time_ns()
+        prompts = await self._endpoint.tokenize(request, gateway.tokenizer, model)
+        flight.prompt_tokens = sum(len(prompt) for prompt in prompts)
+        gateway.tracing.record(
+            "tokenize", began_ns, time.time_ns(), visit.span.traceparent,
+            {"gen_ai.usage.input_tokens": flight.prompt_tokens},
+        )  # fmt: skip
+        decoding = request.decoding
+        sampling = decoding.bind(
+            model, max(len(prompt) for prompt in prompts), self._endpoint.default_max_tokens(gateway.config)
+        )
+        visit.span.set(_span_attributes(sampling, decoding.n))
+        submits = [
+            Submit(
+                request_id=new_request_id(),
+                attempt=0,
+                gateway=gateway.dispatch.gateway_id,
+                model=model.name,
+                prompt=pack_tokens(prompt),
+                sampling=sampling,
+                arrival_ns=visit.arrival_ns,
+                n=decoding.n,
+                prompt_index=index,
+                cache_salt=request.cache_salt,
+                traceparent=visit.span.traceparent,
+            )
+            for index, prompt in enumerate(prompts)
+        ]
+        for submit in submits:
+            gateway.dispatch.check_size(submit)
+        records = []
+        for submit, prompt in zip(submits, prompts, strict=True):
+            choices = [
+                flight.add_choice(
+                    ChoiceText(
+                        gateway.tokenizer.vocabulary.detokenizer(prompt),
+                        decoding.stop,
+                        decoding.include_stop,
+                        decoding.min_tokens,
+                    )
+                )
+                for _ in range(decoding.n)
+            ]
+            records.append(gateway.dispatch.open(submit, Part(flight, choices)))
+        return records
+
+    async def _offer(self, records: list[RequestRecord[Part]], flight: Flight) -> None:
+        """Submit every prompt; the first refusal fails the flight, and the rest are not offered any more."""
+        slots = asyncio.Semaphore(CONCURRENT_OFFERS)
+
+        async def offer(record: RequestRecord[Part]) -> None:
+            async with slots:
+                try:
+                    await self._gateway.dispatch.offer(record)
+                except ApiError as error:
+                    flight.fail(error)
+
+        if len(records) == 1:
+            await offer(records[0])
+            return
+        async with asyncio.TaskGroup() as group:
+            for record in records:
+                group.create_task(offer(record))
+
+    async def _reply(self, send: Send, writer: Writer, visit: _Visit) -> None:
+        flight = visit.flight
+        pieces: list[list[str]] = [[] for _ in flight.choices]
+        while progress := await flight.wait():
+            for choice, text in progress:
+                pieces[choice.index].append(text)
+        if flight.error is None and not flight.client_gone:
+            await send_whole(send, 200, writer.whole(["".join(texts) for texts in pieces]), visit.headers)
+            visit.outcome = "finished"
+            visit.answered = True
+
+    async def _stream(self, send: Send, writer: Writer, visit: _Visit) -> None:
+        """Send what has gathered, as fast as the client takes it."""
+        flight = visit.flight
+        headers = [
+            (b"content-type", writer.stream_media_type),
+            (b"cache-control", b"no-cache"),
+            (b"x-accel-buffering", b"no"),
+            *visit.headers,
+        ]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        if opening := writer.opening():
+            await self._send_chunk(send, opening, flight)
+        while progress := await flight.wait():
+            await self._send_chunk(send, writer.progress(progress), flight)
+        if flight.client_gone:
+            return
+        if flight.error is not None:
+            log.warning("a stream broke off: %s", flight.error, extra={"request_id": visit.request_id})
+            last, outcome = writer.error(flight.error), "failed"
+        else:
+            last, outcome = writer.closing(), "finished"
+        if await self._send_chunk(send, last, flight, more=False):
+            visit.outcome = outcome
+            visit.answered = True
+
+    async def _send_chunk(self, send: Send, chunk: bytes, flight: Flight, more: bool = True) -> bool:
+        """Send one piece; False, and the flight is abandoned, if the client takes nothing for too long."""
+        try:
+            async with asyncio.timeout(self._gateway.config.slow_reader_timeout_s):
+                await send({"type": "http.response.body", "body": chunk, "more_body": more})
+        except TimeoutError:
+            flight.abandon()
+            return False
+        return True
+
+
+async def _watch_client(receive: Receive, flight: Flight) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    flight.abandon()
+
+
+def _span_attributes(sampling: Sampling, n: int) -> dict[str, Any]:
+    return {
+        "gen_ai.request.max_tokens": sampling.max_tokens,
+        "gen_ai.request.temperature": sampling.temperature,
+        "gen_ai.request.top_p": sampling.top_p,
+        "gen_ai.request.choice.count": n,
+    }

@@ -1,0 +1,97 @@
+"""The gateway's routes. Everything that answers a prompt is in :mod:`gateway.answering`; here is the rest."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import time
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from gateway.answering import AnswerApp, Gateway
+from gateway.endpoints import Chat, Completions, Generate
+from gateway.errors import ApiError, unavailable
+from shared.messages import Outcome
+
+
+def make_app(gateway: Gateway) -> Starlette:
+    """The ASGI application of ``gateway``."""
+    started_s = int(time.time())
+
+    async def health(request: Request) -> Response:
+        return JSONResponse({"status": "ok"})
+
+    async def ready(request: Request) -> Response:
+        reason = gateway.why_not_ready()
+        gateway.metrics.ready.set(reason is None)
+        if reason is not None:
+            outcome = Outcome.DRAINING if gateway.draining else Outcome.NO_WORKER
+            return error_response(unavailable(reason, outcome.value))
+        return JSONResponse({"status": "ready"})
+
+    async def version(request: Request) -> Response:
+        return JSONResponse({"version": _version()})
+
+    def card() -> dict[str, Any]:
+        info = gateway.dispatch.mesh.model(gateway.model, time.monotonic())
+        return {
+            "id": gateway.model,
+            "object": "model",
+            "created": started_s,
+            "owned_by": "headrace",
+            "root": gateway.model,
+            "max_model_len": info.max_model_len if info is not None else None,
+        }
+
+    async def models(request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [card()]})
+
+    async def model(request: Request) -> Response:
+        name = request.path_params["name"]
+        if name != gateway.model:
+            raise HTTPException(404, f"the model {name!r} does not exist; {gateway.model!r} is served")
+        return JSONResponse(card())
+
+    return Starlette(
+        routes=[
+            Route("/v1/completions", AnswerApp(gateway, Completions()), methods=["POST"]),
+            Route("/v1/chat/completions", AnswerApp(gateway, Chat()), methods=["POST"]),
+            Route("/generate", AnswerApp(gateway, Generate()), methods=["POST"]),
+            Route("/v1/models", models, methods=["GET"]),
+            Route("/v1/models/{name:path}", model, methods=["GET"]),
+            Route("/health", health, methods=["GET"]),
+            Route("/ready", ready, methods=["GET"]),
+            Route("/version", version, methods=["GET"]),
+        ],
+        exception_handlers={HTTPException: _http_error, Exception: _internal_error},
+    )
+
+
+def error_response(error: ApiError) -> Response:
+    headers = {name.decode(): value.decode() for name, value in error.headers()}
+    return JSONResponse({"error": error.fields()}, error.status, headers)
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    response = error_response(ApiError(error.status_code, error.detail, code=_CODES.get(error.status_code)))
+    response.headers.update(error.headers or {})
+    return response
+
+
+async def _internal_error(request: Request, error: Exception) -> Response:
+    return error_response(ApiError(500, "internal error", "server_error"))
+
+
+_CODES = {404: "not_found", 405: "method_not_allowed"}
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("headrace")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"

@@ -1,0 +1,54 @@
+"""The gateway's options, declared once: flags, environment, file and documentation all come from here."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from shared.config import MeshConfig, at_least, between, option
+
+
+@dataclasses.dataclass(frozen=True)
+class GatewayConfig(MeshConfig):
+    """The HTTP gateway of a Headrace mesh: OpenAI-compatible API, tokenising, streaming."""
+
+    host: str = option("127.0.0.1", "address to listen on")
+    port: int = option(8000, "port to listen on; 0 takes a free one", check=between(0, 65535))
+    model: str = option("", "whose tokenizer to use: a local folder or a Hugging Face id")
+    served_model_name: str = option("", "name of the model in the API; empty: the folder's name, or the id")
+    metrics_host: str = option("127.0.0.1", "address of the metrics listener")
+    metrics_port: int = option(9400, "port of the metrics listener; 0 takes a free one", check=between(0, 65535))
+    max_body_bytes: int = option(8 << 20, "largest request body", check=at_least(1024))
+    max_concurrent_requests: int = option(4096, "HTTP requests worked on at once; more get 429", check=at_least(1))
+    max_n: int = option(128, "largest n (choices per prompt)", check=between(1, 4096))
+    max_prompts: int = option(1024, "most prompts in one request", check=between(1, 65536))
+    max_choices: int = option(1024, "most prompts times n in one request", check=between(1, 65536))
+    max_stop_strings: int = option(16, "most stop strings in one request", check=between(1, 64))
+    chat_default_max_tokens: int = option(
+        2048, "cap on a chat answer whose request names no limit; the room left in the context also caps it",
+        check=at_least(1),
+    )  # fmt: skip
+    tokenizer_threads: int = option(2, "threads that tokenise", check=between(1, 64))
+    submit_timeout_s: float = option(
+        5.0, "how long a request is offered to the scheduler before 503", check=between(0.1, 600)
+    )
+    scheduler_stale_s: float = option(
+        3.0, "a scheduler silent for longer counts as absent: new requests get 503", check=between(0.1, 600)
+    )
+    stall_timeout_s: float = option(
+        8.0, "open requests end with an error once the scheduler is silent for so long", check=between(0.2, 3600)
+    )
+    slow_reader_timeout_s: float = option(
+        120.0, "a client that takes nothing of a waiting answer for so long is disconnected", check=at_least(1)
+    )
+    drain_grace_s: float = option(
+        30.0, "how long open requests may go on after SIGTERM before they end with an error", check=at_least(0)
+    )
+
+    @property
+    def model_name(self) -> str:
+        """The name the API and the mesh know the model by: a folder under its own name, an id under that id."""
+        if self.served_model_name:
+            return self.served_model_name
+        folder = Path(self.model).expanduser()
+        return folder.resolve().name if folder.is_dir() else self.model

@@ -1,0 +1,111 @@
+"""What the three endpoints that answer prompts do differently: how they read a body, tokenise, and write."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from gateway.config import GatewayConfig
+from gateway.flight import Flight
+from gateway.parameters import (
+    DEFAULT_MAX_TOKENS,
+    ChatRequest,
+    CompletionRequest,
+    Decoding,
+    parse_chat,
+    parse_completion,
+    parse_generate,
+)
+from gateway.tokenizer import PromptTokenizer
+from gateway.writers import ChatWriter, CompletionWriter, GenerateWriter, Writer
+from shared.ids import new_request_id
+from shared.messages import ModelInfo
+
+
+@dataclass(frozen=True, slots=True)
+class WriterContext:
+    """What a writer needs beyond the request."""
+
+    flight: Flight
+    created_s: int
+    model: str
+
+
+class Request(Protocol):
+    """What all valid requests have."""
+
+    @property
+    def model(self) -> str: ...
+    @property
+    def decoding(self) -> Decoding: ...
+    @property
+    def stream(self) -> bool: ...
+    @property
+    def cache_salt(self) -> str: ...
+
+
+class Endpoint(Protocol):
+    name: str  # metric label
+    operation: str  # gen_ai.operation.name
+
+    def parse(self, body: dict[str, Any], config: GatewayConfig) -> Request: ...
+    def default_max_tokens(self, config: GatewayConfig) -> int: ...
+    async def tokenize(self, request: Any, tokenizer: PromptTokenizer, model: ModelInfo) -> list[Sequence[int]]: ...
+    def writer(self, request: Any, context: WriterContext) -> Writer: ...
+
+
+class Completions:
+    name = "completions"
+    operation = "text_completion"
+
+    def parse(self, body: dict[str, Any], config: GatewayConfig) -> CompletionRequest:
+        return parse_completion(body, config)
+
+    def default_max_tokens(self, config: GatewayConfig) -> int:
+        return DEFAULT_MAX_TOKENS
+
+    async def tokenize(
+        self, request: CompletionRequest, tokenizer: PromptTokenizer, model: ModelInfo
+    ) -> list[Sequence[int]]:
+        return await tokenizer.prompts(request.prompts, model.max_model_len, model.vocab_size)
+
+    def writer(self, request: CompletionRequest, context: WriterContext) -> Writer:
+        return CompletionWriter(
+            context.flight, _answer_id("cmpl"), context.created_s, context.model, request.include_usage
+        )
+
+
+class Generate(Completions):
+    name = "generate"
+
+    def parse(self, body: dict[str, Any], config: GatewayConfig) -> CompletionRequest:
+        return parse_generate(body, config)
+
+    def writer(self, request: CompletionRequest, context: WriterContext) -> Writer:
+        prompt = request.prompts[0]
+        assert isinstance(prompt, str)
+        return GenerateWriter(context.flight, prompt)
+
+
+class Chat:
+    name = "chat"
+    operation = "chat"
+
+    def parse(self, body: dict[str, Any], config: GatewayConfig) -> ChatRequest:
+        return parse_chat(body, config)
+
+    def default_max_tokens(self, config: GatewayConfig) -> int:
+        return config.chat_default_max_tokens
+
+    async def tokenize(self, request: ChatRequest, tokenizer: PromptTokenizer, model: ModelInfo) -> list[Sequence[int]]:
+        return [await tokenizer.chat(request, model.max_model_len, model.vocab_size)]
+
+    def writer(self, request: ChatRequest, context: WriterContext) -> Writer:
+        return ChatWriter(
+            context.flight, _answer_id("chatcmpl"), context.created_s, context.model, request.include_usage
+        )
+
+
+def _answer_id(prefix: str) -> str:
+    return f"{prefix}-{new_request_id().removeprefix('req-')}"

@@ -1,0 +1,122 @@
+"""One HTTP request in flight: its choices, what of their text is waiting to be sent, and how it ends.
+
+Token batches come in through plain calls, which only append text; whoever writes the response takes all that has
+gathered. So a slow reader never queues messages: its pending text merges, and is bounded by the answer itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from gateway.choice_text import ChoiceText
+from gateway.errors import ApiError, interrupted
+from gateway.metrics import GatewayMetrics
+
+
+@dataclass(slots=True, eq=False)
+class Choice:
+    """One choice; ``index`` is its place in the reply (prompt i, choice j of n: i * n + j)."""
+
+    index: int
+    text: ChoiceText
+    pending: str = ""  # text that was not handed out yet
+    waiting: bool = False  # in line to be handed out
+    last_token_s: float = 0.0
+
+
+class Flight:
+    """``wait`` hands out progress until every choice has ended, or the flight as a whole has failed."""
+
+    def __init__(self, arrival_s: float, metrics: GatewayMetrics) -> None:
+        """``arrival_s``: monotonic seconds."""
+        self.arrival_s = arrival_s
+        self.choices: list[Choice] = []
+        self.prompt_tokens = 0
+        self.error: ApiError | None = None
+        self.client_gone = False
+        self.first_token_s = 0.0
+        self._metrics = metrics
+        self._dirty: list[Choice] = []
+        self._open = 0
+        self._wake = asyncio.Event()
+
+    def add_choice(self, text: ChoiceText) -> Choice:
+        choice = Choice(len(self.choices), text)
+        self.choices.append(choice)
+        self._open += 1
+        return choice
+
+    @property
+    def completion_tokens(self) -> int:
+        return sum(choice.text.num_tokens for choice in self.choices)
+
+    @property
+    def over(self) -> bool:
+        """Nothing more will come."""
+        return self._open == 0 or self.error is not None or self.client_gone
+
+    def feed(self, choice: Choice, tokens: list[int], end: str, now_s: float) -> None:
+        """New tokens of a choice that has not ended."""
+        if choice.text.finish_reason is not None:
+            return
+        if tokens:
+            self._book_latency(choice, len(tokens), now_s)
+        before = choice.text.num_tokens
+        text = choice.text.feed(tokens, end)
+        self._metrics.generation_tokens.inc(choice.text.num_tokens - before)
+        finished = choice.text.finish_reason is not None
+        if finished:
+            self._open -= 1
+            self._metrics.choice_finished(choice.text.finish_reason or "")
+        if not text and not finished:
+            return
+        if not choice.waiting:
+            choice.waiting = True
+            self._dirty.append(choice)
+        choice.pending += text
+        self._wake.set()
+
+    def fail(self, error: ApiError) -> None:
+        """End the whole flight with ``error``, unless it is over."""
+        if not self.over:
+            self.error = error
+            self._wake.set()
+
+    def abandon(self) -> None:
+        """The client is gone."""
+        self.client_gone = True
+        self._wake.set()
+
+    def fail_interrupted(self, reason: str) -> None:
+        self.fail(interrupted(reason))
+
+    async def wait(self) -> list[tuple[Choice, str]]:
+        """Wait for progress: the choices that moved since the last call, each with its new text (maybe empty).
+
+        A choice that has ended comes once with its ``finish_reason`` set. Empty once the flight is over and
+        everything was handed out; then ``error`` and ``client_gone`` tell how.
+        """
+        while not self._dirty and not self.over:
+            self._wake.clear()
+            await self._wake.wait()
+        progress = [(choice, choice.pending) for choice in self._dirty]
+        for choice in self._dirty:
+            choice.pending = ""
+            choice.waiting = False
+        self._dirty.clear()
+        return progress
+
+    async def ended(self) -> None:
+        """Wait until nothing more will come."""
+        while not self.over:
+            self._wake.clear()
+            await self._wake.wait()
+
+    def _book_latency(self, choice: Choice, count: int, now_s: float) -> None:
+        if not self.first_token_s:
+            self.first_token_s = now_s
+            self._metrics.time_to_first_token.observe(now_s - self.arrival_s)
+        if choice.last_token_s:
+            self._metrics.inter_token_latency.observe((now_s - choice.last_token_s) / count)
+        choice.last_token_s = now_s

@@ -1,0 +1,159 @@
+"""The gateway's truth about requests in flight: what was asked, which tokens each choice has. Pure: no I/O, no clock.
+
+Tokens come at most once and possibly twice, late or from the past. The numbers decide: another attempt, a lower epoch
+and offsets that are here already are dropped; an offset beyond what is here is a gap, and a terminal entry says how
+many tokens there should be. A gap ends the choice with an explicit error: a hole never passes for text.
+
+Everything that a resume needs is here (prompt, parameters, seed, tokens so far, ``attempt``); today a lost request
+ends with an error.
+"""
+
+from __future__ import annotations
+
+import array
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from shared.messages import EndReason, RequestEvent, Submit, TokenBatch, TokenEntry
+
+Owner = TypeVar("Owner")
+
+
+@dataclass(slots=True)
+class ChoiceRecord:
+    tokens: array.array[int] = field(default_factory=lambda: array.array("I"))
+    closed: bool = False  # ended, or of no more interest: later entries are dropped
+
+
+@dataclass(slots=True)
+class RequestRecord(Generic[Owner]):
+    """One submitted prompt. ``owner`` is whoever waits for it; the ledger only hands it back."""
+
+    submit: Submit
+    owner: Owner
+    choices: list[ChoiceRecord]
+    epoch: int = 0  # of the scheduler that accepted it; 0 until then
+
+    @property
+    def attempt(self) -> int:
+        return self.submit.attempt
+
+    @property
+    def open(self) -> bool:
+        return any(not choice.closed for choice in self.choices)
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """New tokens of one choice; ``end`` is an EndReason's value in the piece that ends it."""
+
+    choice: int
+    tokens: list[int]
+    end: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """A choice (-1: all of them) cannot go on; ``reason`` is for the client."""
+
+    choice: int
+    reason: str
+
+
+Update = Progress | Broken
+
+
+class Ledger(Generic[Owner]):
+    """Owns every open request of this gateway."""
+
+    def __init__(self) -> None:
+        self.epoch = 0  # highest epoch heard of; lower ones are fenced off
+        self.dropped_entries = 0
+        self._records: dict[str, RequestRecord[Owner]] = {}
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __iter__(self) -> Iterator[RequestRecord[Owner]]:
+        return iter(list(self._records.values()))
+
+    def open(self, submit: Submit, owner: Owner) -> RequestRecord[Owner]:
+        if submit.request_id in self._records:
+            raise ValueError(f"{submit.request_id} is open already")
+        record = RequestRecord(submit, owner, [ChoiceRecord() for _ in range(submit.n)])
+        self._records[submit.request_id] = record
+        return record
+
+    def close(self, request_id: str) -> None:
+        """Forget a request. Closing twice, or what was never open, is fine."""
+        self._records.pop(request_id, None)
+
+    def live(self) -> list[tuple[str, int]]:
+        """(request, attempt) of every request that still wants tokens."""
+        return [(request_id, record.attempt) for request_id, record in self._records.items() if record.open]
+
+    def apply_tokens(self, batch: TokenBatch) -> Iterator[tuple[RequestRecord[Owner], Update]]:
+        """What a batch means for the requests that are open, entry by entry."""
+        if batch.epoch < self.epoch:
+            self.dropped_entries += len(batch.entries)
+            return
+        for entry in batch.entries:
+            record = self._records.get(entry.request_id)
+            if record is None or entry.attempt != record.attempt or not 0 <= entry.choice < len(record.choices):
+                self.dropped_entries += 1
+                continue
+            update = _apply(record.choices[entry.choice], entry)
+            if update is None:
+                self.dropped_entries += 1
+            else:
+                yield record, update
+
+    def apply_event(self, event: RequestEvent) -> tuple[RequestRecord[Owner], Broken] | None:
+        """What a scheduler's word means: the choice, or the whole request, ends with an error."""
+        record = self._records.get(event.request_id)
+        if record is None or event.attempt != record.attempt or event.epoch < self.epoch:
+            return None
+        if event.choice >= len(record.choices):
+            return None
+        affected = record.choices if event.choice < 0 else [record.choices[event.choice]]
+        if all(choice.closed for choice in affected):
+            return None
+        for choice in affected:
+            choice.closed = True
+        reason = event.reason or "no reason given"
+        return record, Broken(max(-1, event.choice), f"the request was {event.kind}: {reason}")
+
+    def check(self) -> None:
+        """Raise AssertionError unless the books are in order."""
+        for request_id, record in self._records.items():
+            assert request_id == record.submit.request_id
+            assert len(record.choices) == record.submit.n
+            for choice in record.choices:
+                assert len(choice.tokens) <= record.submit.sampling.max_tokens
+
+
+def _apply(choice: ChoiceRecord, entry: TokenEntry) -> Update | None:
+    """Book one entry, or None if it says nothing new."""
+    if choice.closed:
+        return None
+    have = len(choice.tokens)
+    if entry.offset > have:
+        choice.closed = True
+        return Broken(entry.choice, f"tokens {have} to {entry.offset - 1} were lost on the way")
+    tokens = entry.tokens[have - entry.offset :]
+    if not tokens and not entry.end:
+        return None
+    try:
+        choice.tokens.extend(tokens)
+    except (OverflowError, TypeError):
+        choice.closed = True
+        return Broken(entry.choice, "the worker sent ids that are no tokens")
+    if not entry.end:
+        return Progress(entry.choice, tokens)
+    choice.closed = True
+    if entry.count != len(choice.tokens):
+        return Broken(entry.choice, f"{len(choice.tokens)} of {entry.count} tokens arrived")
+    if entry.end not in (EndReason.STOP, EndReason.LENGTH):
+        return Broken(entry.choice, f"the worker ended it as {entry.end}")
+    return Progress(entry.choice, tokens, entry.end)

@@ -1,0 +1,50 @@
+"""What the gateway knows of the mesh: the leading scheduler's last beat. Pure: time comes in as an argument."""
+
+from __future__ import annotations
+
+from shared.messages import ModelInfo, SchedulerBeat
+
+
+class MeshView:
+    """The highest epoch wins; beats of lower ones are ignored; a leader silent for ``stale_s`` counts as absent."""
+
+    def __init__(self, stale_s: float) -> None:
+        self.stale_s = stale_s
+        self.epoch = 0
+        self._beat: SchedulerBeat | None = None
+        self._heard_s = float("-inf")  # when the leading scheduler's last beat came, monotonic seconds
+
+    def observe(self, beat: SchedulerBeat, now_s: float) -> bool:
+        """Take in a beat; True if it tells of a new epoch."""
+        if beat.epoch < self.epoch or beat.epoch == 0:
+            return False
+        new_epoch = beat.epoch > self.epoch
+        self.epoch = beat.epoch
+        self._beat = beat
+        self._heard_s = now_s
+        return new_epoch
+
+    def silence_s(self, now_s: float) -> float:
+        """How long the leading scheduler has been silent; infinite if none was ever heard."""
+        return now_s - self._heard_s
+
+    def has_scheduler(self, now_s: float) -> bool:
+        return self._beat is not None and self.silence_s(now_s) <= self.stale_s
+
+    def model(self, name: str, now_s: float) -> ModelInfo | None:
+        """The model as a live scheduler last described it, or None."""
+        if self._beat is None or not self.has_scheduler(now_s):
+            return None
+        return next((info for info in self._beat.models if info.name == name), None)
+
+    def why_not_ready(self, name: str, now_s: float) -> str | None:
+        """None if a completion by model ``name`` can succeed now, else the reason why not."""
+        if not self.has_scheduler(now_s):
+            return "no scheduler has been heard of lately"
+        assert self._beat is not None
+        if self._beat.draining:
+            return "the scheduler is draining"
+        info = self.model(name, now_s)
+        if info is None or info.workers < 1:
+            return f"no ready worker serves the model {name!r}"
+        return None

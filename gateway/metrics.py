@@ -1,0 +1,76 @@
+"""The gateway's metrics, declared once. Names are vLLM's where the meaning is the same.
+
+One registry per process object, so that several gateways can live in one test process. Token latencies are booked per
+batch of tokens, not per token, and never inside a decision.
+"""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+TTFT_BUCKETS_S = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
+    160.0, 640.0, 2560.0,
+)  # fmt: skip
+ITL_BUCKETS_S = (
+    0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75,
+    1.0, 2.5, 5.0, 10.0,
+)  # fmt: skip
+LATENCY_BUCKETS_S = (
+    0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0,
+    960.0, 1920.0, 7680.0,
+)  # fmt: skip
+TOKEN_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+
+
+class GatewayMetrics:
+    """Every metric of one gateway. ``outcome`` is finished, aborted, failed, or a refusal's Outcome."""
+
+    def __init__(self, model: str) -> None:
+        self.registry = CollectorRegistry()
+        registry = self.registry
+        self.requests = Counter(
+            "headrace_gateway_requests", "HTTP requests for an answer, by how they ended", ["endpoint", "outcome"],
+            registry=registry,
+        )  # fmt: skip
+        self.in_flight = Gauge(
+            "headrace_gateway_requests_in_flight", "HTTP requests being worked on", registry=registry
+        )
+        self.ready = Gauge("headrace_gateway_ready", "1 if a completion can succeed", registry=registry)
+        self.dropped_entries = Counter(
+            "headrace_gateway_dropped_token_entries",
+            "Token entries dropped: duplicates, older attempts or epochs, requests that are gone",
+            registry=registry,
+        )
+        self.bad_messages = Counter(
+            "headrace_gateway_bad_messages", "Messages on the bus that could not be read", registry=registry
+        )
+        self.cancels = Counter("headrace_gateway_cancels", "Cancels published", registry=registry)
+        self._success = Counter(
+            "vllm:request_success", "Choices that ended well", ["model_name", "finished_reason"], registry=registry
+        )
+        self._model = model
+
+        def labelled(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(name, text, ["model_name"], buckets=buckets, registry=registry).labels(model)
+
+        self.prompt_tokens = Counter(
+            "vllm:prompt_tokens", "Prompt tokens of accepted requests", ["model_name"], registry=registry
+        ).labels(model)
+        self.generation_tokens = Counter(
+            "vllm:generation_tokens", "Tokens generated for clients", ["model_name"], registry=registry
+        ).labels(model)
+        self.time_to_first_token = labelled(
+            "vllm:time_to_first_token_seconds", "From arrival to the first token", TTFT_BUCKETS_S
+        )
+        self.inter_token_latency = labelled(
+            "vllm:inter_token_latency_seconds", "Between two tokens of a choice", ITL_BUCKETS_S
+        )
+        self.e2e_latency = labelled("vllm:e2e_request_latency_seconds", "From arrival to the end", LATENCY_BUCKETS_S)
+        self.request_prompt_tokens = labelled("vllm:request_prompt_tokens", "Prompt tokens of a request", TOKEN_BUCKETS)
+        self.request_generation_tokens = labelled(
+            "vllm:request_generation_tokens", "Tokens generated for a request", TOKEN_BUCKETS
+        )
+
+    def choice_finished(self, reason: str) -> None:
+        self._success.labels(self._model, reason).inc()

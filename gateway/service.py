@@ -1,0 +1,161 @@
+"""Runs one gateway process: sockets first, then tokenizer, bus and HTTP server; and the drain at its end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import socket
+from collections.abc import Iterator
+
+import uvicorn
+
+from gateway.answering import Gateway
+from gateway.app import make_app
+from gateway.config import GatewayConfig
+from gateway.dispatch import Dispatch
+from gateway.errors import unavailable
+from gateway.metrics import GatewayMetrics
+from gateway.tokenizer import PromptTokenizer
+from observability.metrics import MetricsListener
+from observability.tracing import Tracing
+from shared.bus import Bus, BusUnavailable, NatsBus
+from shared.ids import new_process_id
+from shared.lifecycle import ServiceFault, StartupError
+from shared.messages import Outcome
+
+log = logging.getLogger("headrace.gateway")
+
+IDLE_POLL_S = 0.02
+LAST_WORDS_S = 1  # how long uvicorn waits for connections once every answer has ended, before it cuts them
+
+
+class Server(uvicorn.Server):
+    """uvicorn without signal handlers: the process's life cycle is ours."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A bound socket; :class:`StartupError` naming the port if it is taken or may not be used."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        bound = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise StartupError(f"cannot listen on {host}: {error.strerror or error}") from None
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+        bound.listen(2048)
+    except OSError as error:
+        bound.close()
+        raise _port_error(host, port, error) from None
+    return bound
+
+
+def listen_metrics(metrics: GatewayMetrics, host: str, port: int) -> MetricsListener:
+    try:
+        return MetricsListener(metrics.registry, host, port)
+    except OSError as error:
+        raise _port_error(host, port, error) from None
+
+
+def _port_error(host: str, port: int, error: OSError) -> StartupError:
+    if error.errno == errno.EADDRINUSE:
+        return StartupError(f"port {port} on {host} is taken")
+    return StartupError(f"cannot listen on port {port} of {host}: {error.strerror or error}")
+
+
+async def run_gateway(gateway: Gateway, listener: socket.socket, stop: asyncio.Event, drain_grace_s: float) -> None:
+    """Serve until ``stop`` is set, then drain: no new requests, open ones finish within the grace."""
+    server = Server(
+        uvicorn.Config(
+            make_app(gateway),
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=LAST_WORDS_S,
+        )
+    )
+    await gateway.dispatch.start()
+    async with asyncio.TaskGroup() as group:
+        background = [
+            group.create_task(gateway.dispatch.beat_forever()),
+            group.create_task(gateway.dispatch.cancel_forever()),
+        ]
+        http = group.create_task(server.serve(sockets=[listener]))
+        stopping = group.create_task(stop.wait())
+        await asyncio.wait([http, stopping], return_when=asyncio.FIRST_COMPLETED)
+        if not stop.is_set():
+            raise ServiceFault("the HTTP server has ended")
+        await drain(gateway, drain_grace_s)
+        server.should_exit = True
+        await http
+        await gateway.dispatch.cancels_sent()
+        for task in background:
+            task.cancel()
+
+
+async def drain(gateway: Gateway, grace_s: float) -> None:
+    """Refuse new requests and wait for the open ones; after the grace, end them with an error."""
+    gateway.draining = True
+    log.info("draining: %d requests in flight, %g s of grace", gateway.in_flight, grace_s)
+    if await _idle(gateway, grace_s):
+        return
+    log.warning("the grace is over: %d requests end with an error", gateway.in_flight)
+    for record in gateway.dispatch.ledger:
+        record.owner.flight.fail(unavailable("the gateway is shutting down", Outcome.DRAINING.value))
+    await _idle(gateway, LAST_WORDS_S)
+
+
+async def _idle(gateway: Gateway, within_s: float) -> bool:
+    try:
+        async with asyncio.timeout(within_s):
+            while gateway.in_flight:
+                await asyncio.sleep(IDLE_POLL_S)
+    except TimeoutError:
+        return False
+    return True
+
+
+async def serve(config: GatewayConfig, stop: asyncio.Event) -> None:
+    """The gateway process, from its configuration to its end."""
+    listener = listen(config.host, config.port)
+    with contextlib.ExitStack() as stack:
+        stack.callback(listener.close)
+        metrics = GatewayMetrics(config.model_name)
+        metrics_listener = listen_metrics(metrics, config.metrics_host, config.metrics_port)
+        stack.callback(metrics_listener.close)
+        tokenizer = await asyncio.to_thread(PromptTokenizer.load, config.model, config.tokenizer_threads)
+        stack.callback(tokenizer.close)
+        gateway_id = new_process_id("gateway")
+        tracing = Tracing("gateway", gateway_id, config.otlp_endpoint, config.trace_sampling)
+        try:
+            bus = await NatsBus.connect(config.nats, gateway_id, config.nats_token)
+        except BusUnavailable as error:
+            raise StartupError(str(error)) from None
+        try:
+            dispatch = Dispatch(config, bus, gateway_id, metrics, lambda: bus.reconnects + bus.slow_consumer_drops)
+            gateway = Gateway(config, dispatch, tokenizer, tracing, metrics)
+            port = listener.getsockname()[1]
+            log.info(
+                "%s serves %s on http://%s:%d, metrics on http://%s:%d/metrics",
+                gateway_id, config.model_name, config.host, port, config.metrics_host, metrics_listener.port,
+            )  # fmt: skip
+            await run_gateway(gateway, listener, stop, config.drain_grace_s)
+        finally:
+            await _close(bus, tracing)
+
+
+async def _close(bus: Bus, tracing: Tracing) -> None:
+    await bus.close()
+    await asyncio.to_thread(tracing.shutdown)

@@ -1,0 +1,138 @@
+"""The model's tokenizer and chat template: text to ids, off the event loop, and the vocabulary for the way back.
+
+Loading goes through ``transformers`` (it knows every model's quirks); afterwards only the ``tokenizers`` library is
+used, whose calls release the GIL and are safe in several threads. ``transformers``' own wrapper is not: it changes
+the shared tokenizer's truncation and padding on each call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from gateway.detokenizer import Vocabulary
+from gateway.errors import ApiError, invalid
+from gateway.parameters import ChatRequest, Prompt
+from gateway.plain_text import PlainText
+from shared.lifecycle import StartupError
+
+log = logging.getLogger("headrace.gateway")
+
+
+class PromptTokenizer:
+    """Tokenises prompts and chats for one model."""
+
+    def __init__(self, tokenizer: Any, threads: int = 2) -> None:
+        """``tokenizer``: a fast tokenizer of transformers (one that has a ``backend_tokenizer``)."""
+        backend = tokenizer.backend_tokenizer
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend: Tokenizer = backend
+        self._template_owner = tokenizer
+        self._plain_text = PlainText(backend)
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="tokenize")
+        self.vocabulary = Vocabulary(backend)
+        if not self._plain_text.available:
+            log.warning("chat messages that spell a control token will be refused: the tokenizer cannot be copied")
+
+    @classmethod
+    def load(cls, model: str, threads: int = 2) -> PromptTokenizer:
+        """The tokenizer of a local folder or a Hugging Face id; :class:`StartupError` if there is no usable one."""
+        if not model:
+            raise StartupError("--model is needed: the folder or Hugging Face id whose tokenizer to use")
+        # Without torch transformers says at each start that models are not available; here none is wanted.
+        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+        from transformers import AutoTokenizer
+
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(os.path.expanduser(model), trust_remote_code=False)
+        except Exception as error:  # noqa: BLE001 - from_pretrained raises whatever its loaders raise
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            raise StartupError(f"no tokenizer in {model!r}: {reason}") from None
+        if getattr(tokenizer, "backend_tokenizer", None) is None:
+            raise StartupError(f"the tokenizer of {model!r} is not one that the tokenizers library runs")
+        return cls(tokenizer, threads)
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    async def prompts(self, prompts: Sequence[Prompt], max_len: int, vocab_size: int) -> list[Sequence[int]]:
+        """Each prompt's ids, checked against the model's ``vocab_size`` and context of ``max_len`` tokens."""
+        for prompt in prompts:
+            self._check_length(prompt, max_len)
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        encoded = iter(await self._in_thread(self._encode_texts, texts) if texts else [])
+        result: list[Sequence[int]] = []
+        for prompt in prompts:
+            ids = next(encoded) if isinstance(prompt, str) else prompt
+            if not ids:
+                raise invalid("'prompt' is empty: it has no tokens", "prompt")
+            if max(ids) >= vocab_size:
+                raise invalid(f"'prompt' has the token id {max(ids)}; ids end at {vocab_size - 1}", "prompt")
+            result.append(ids)
+        return result
+
+    async def chat(self, request: ChatRequest, max_len: int, vocab_size: int) -> list[int]:
+        """The ids of a rendered conversation."""
+        for message in request.messages:
+            self._check_length(message.content, max_len)
+        ids: list[int] = await self._in_thread(self._encode_chat, request)
+        if not ids:
+            raise invalid("the conversation has no tokens", "messages")
+        if max(ids) >= vocab_size:
+            raise invalid(f"the conversation has the token id {max(ids)}; ids end at {vocab_size - 1}", "messages")
+        return ids
+
+    async def _in_thread(self, function: Any, argument: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._pool, function, argument)
+
+    def _check_length(self, prompt: Prompt, max_len: int) -> None:
+        """Refuse what cannot fit before time is spent on it: no token is longer than the vocabulary's longest."""
+        fewest_tokens = len(prompt)
+        if isinstance(prompt, str):
+            fewest_tokens //= self.vocabulary.longest_token_chars
+        if fewest_tokens >= max_len:
+            raise ApiError(
+                400,
+                f"the prompt has at least {fewest_tokens} tokens; the model's context is {max_len} tokens",
+                code="context_length_exceeded",
+            )
+
+    def _encode_texts(self, texts: list[str]) -> list[list[int]]:
+        return [encoding.ids for encoding in self._backend.encode_batch_fast(texts, add_special_tokens=True)]
+
+    def _encode_chat(self, request: ChatRequest) -> list[int]:
+        guarded = [self._plain_text.guard(message.content) for message in request.messages]
+        spelled = any(text != message.content for text, message in zip(guarded, request.messages, strict=True))
+        if spelled and not self._plain_text.available:
+            raise invalid("a message spells one of the model's control tokens", "messages")
+        text = self._render(request, guarded)
+        if spelled:
+            return self._plain_text.encode(text)
+        ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        return ids
+
+    def _render(self, request: ChatRequest, contents: list[str]) -> str:
+        conversation = [
+            {"role": message.role, "content": content}
+            for message, content in zip(request.messages, contents, strict=True)
+        ]
+        if not self._template_owner.chat_template:
+            raise invalid("the model has no chat template; use /v1/completions", "messages")
+        try:
+            rendered: str = self._template_owner.apply_chat_template(
+                conversation,
+                tokenize=False,
+                add_generation_prompt=request.add_generation_prompt,
+                continue_final_message=request.continue_final_message,
+            )
+        except Exception as error:  # noqa: BLE001 - templates raise what they like, e.g. for roles out of turn
+            raise invalid(f"the chat template refuses the messages: {error}", "messages") from None
+        return rendered
