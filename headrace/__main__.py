@@ -1,0 +1,101 @@
+"""The ``headrace`` command. Each subcommand is imported only when it is used."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from headrace import __version__
+from headrace.services import SERVICES, Service
+from shared.config import Parser, parse_service
+
+COMMANDS = {
+    "up": "run a whole mesh on this machine: NATS, scheduler, workers, gateway",
+    "gateway": "run one gateway (HTTP API)",
+    "scheduler": "run one scheduler",
+    "worker": "run one worker (a model on a GPU or CPU)",
+    "bench": "measure throughput and latency, and compare scheduling policies",
+    "fetch-model": "fetch a model into the cache and print its folder",
+    "doctor": "check this installation and say what is wrong",
+    "config-docs": "print docs/configuration.md",
+    "version": "print the version",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code of ``headrace ARGV...``; a bad command line is exit 2."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    parser = Parser(
+        prog="headrace",
+        description="An LLM serving mesh with continuous batching.",
+        epilog="commands:\n" + "\n".join(f"  {name:<12} {text}" for name, text in COMMANDS.items()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"headrace {__version__}")
+    parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help="one of the commands below")
+    args = parser.parse_args(argv[:1] or ["--help"])
+    try:
+        return _dispatch(args.command)(argv[1:])
+    except ModuleNotFoundError as error:
+        extra = args.command if args.command in SERVICES else "all"
+        parser.error(f"{error.name} is not installed; pip install 'headrace[{extra}]'")
+
+
+def _dispatch(command: str) -> Callable[[Sequence[str]], int]:
+    if command in SERVICES:
+        return lambda argv: _service(SERVICES[command], argv)
+    if command == "up":
+        from headrace.up import main as up
+
+        return up
+    if command == "doctor":
+        from headrace.doctor import main as doctor
+
+        return doctor
+    if command == "config-docs":
+        from headrace.config_docs import main as config_docs
+
+        return config_docs
+    if command == "bench":
+        from headrace.bench import main as bench
+
+        return bench
+    return {"fetch-model": _fetch_model, "version": _version}[command]
+
+
+def _service(service: Service, argv: Sequence[str]) -> int:
+    """Run one service. ``--model default`` is made a folder here: services know no model but by folder or id."""
+    config: Any = parse_service(service.declaration(), service.name, f"headrace {service.name}", argv)
+    extra: list[str] = []
+    if getattr(config, "model", None) == "default" and not getattr(config, "simulate", False):
+        extra = ["--model", _fetched("default", f"headrace {service.name}")]
+    return service.main()([*argv, *extra])
+
+
+def _fetch_model(argv: Sequence[str]) -> int:
+    prog = "headrace fetch-model"
+    parser = Parser(prog=prog, description="Fetch a model into the cache and print its folder.")
+    parser.add_argument("model", nargs="?", default="default", help="'default' or a Hugging Face id")
+    print(_fetched(parser.parse_args(argv).model, prog))
+    return 0
+
+
+def _fetched(model: str, prog: str) -> str:
+    from headrace.models import ModelError, resolve_model
+
+    try:
+        return resolve_model(model)[0]
+    except ModelError as error:
+        Parser(prog=prog).error(str(error))
+
+
+def _version(argv: Sequence[str]) -> int:
+    Parser(prog="headrace version", description="Print the version.").parse_args(argv)
+    print(f"headrace {__version__}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

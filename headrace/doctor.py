@@ -1,0 +1,148 @@
+"""``headrace doctor``: is this installation able to run a mesh, and if not, what is wrong with it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headrace.launch import is_free
+from headrace.models.default import cache_root, default_model_path, has_default_model
+from headrace.nats_server import NatsServerError, find_nats_server
+from headrace.services import SERVICES
+from shared.config import Parser
+
+OUR_PACKAGES = ("gateway", "headrace", "kernels", "observability", "scheduler", "shared", "worker")
+"""Our top-level import names. They are common words, so another distribution may own one too."""
+
+OUR_DISTRIBUTION = "headrace"
+NEEDED_FREE_BYTES = 2 << 30
+"""The default model: the wheel, the GGUF and the converted folder, for a moment side by side."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """``level``: ok, note (works, but know this) or problem (a mesh will not run as it is)."""
+
+    level: str
+    subject: str
+    text: str
+
+
+def main(argv: Sequence[str]) -> int:
+    """Exit 0 without problems, 1 with some."""
+    Parser(prog="headrace doctor", description="Check this installation.").parse_args(argv)
+    findings = list(examine())
+    for finding in findings:
+        print(f"{finding.level:<8} {finding.subject:<12} {finding.text}")
+    return 1 if any(finding.level == "problem" for finding in findings) else 0
+
+
+def examine() -> Iterator[Finding]:
+    yield from check_python()
+    yield from check_packages()
+    yield from check_nats_server()
+    yield from check_torch()
+    yield from check_model_cache()
+    yield from check_ports()
+
+
+def check_python() -> Iterator[Finding]:
+    version = ".".join(map(str, sys.version_info[:3]))
+    yield Finding("ok", "python", f"{version} at {sys.executable}")
+    if sys.platform != "linux":
+        yield Finding("note", "python", f"on {sys.platform}; Linux is what is tested")
+
+
+def check_packages() -> Iterator[Finding]:
+    """Who else owns an import name of ours, and where each really comes from."""
+    clashes = owners(importlib.metadata.distributions())
+    for package, others in sorted(clashes.items()):
+        names = ", ".join(sorted(others))
+        yield Finding(
+            "problem", "packages", f"the import name {package!r} is also owned by {names}; pip uninstall {names}"
+        )
+    home = Path(__file__).resolve().parent.parent
+    for package in OUR_PACKAGES:
+        spec = importlib.util.find_spec(package)
+        origin = Path(spec.origin).resolve() if spec is not None and spec.origin else None
+        if origin is None:
+            yield Finding("problem", "packages", f"{package!r} cannot be imported")
+        elif origin.parent.parent != home:
+            yield Finding("problem", "packages", f"{package!r} is imported from {origin.parent}, not from {home}")
+    if not clashes:
+        yield Finding("ok", "packages", f"import names are ours, from {home}")
+
+
+def owners(distributions: Iterable[importlib.metadata.Distribution]) -> dict[str, set[str]]:
+    """Our import names that other distributions install too: package -> names of those distributions.
+
+    Hugging Face's ``kernels`` is the known case: transformers looks for it, and would find ours, or the reverse.
+    """
+    clashes: dict[str, set[str]] = {}
+    for distribution in distributions:
+        name = distribution.metadata["Name"] or "?"
+        if name.lower() == OUR_DISTRIBUTION:
+            continue
+        for path in distribution.files or ():
+            if len(path.parts) > 1 and path.parts[0] in OUR_PACKAGES and path.suffix in (".py", ".so"):
+                clashes.setdefault(path.parts[0], set()).add(name)
+    return clashes
+
+
+def check_nats_server() -> Iterator[Finding]:
+    try:
+        binary = find_nats_server()
+        version = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=10).stdout.strip()
+    except (NatsServerError, OSError, subprocess.TimeoutExpired) as error:
+        yield Finding("problem", "nats", str(error))
+    else:
+        yield Finding("ok", "nats", f"{version} at {binary}")
+
+
+def check_torch() -> Iterator[Finding]:
+    try:
+        import torch
+    except ImportError as error:
+        yield Finding("problem", "torch", f"{error}; workers need it (pip install 'headrace[worker]')")
+        return
+    if torch.cuda.is_available():
+        yield Finding("ok", "torch", f"{torch.__version__} on {torch.cuda.get_device_name()}")
+    else:
+        yield Finding("ok", "torch", f"{torch.__version__} on the CPU, {torch.get_num_threads()} threads")
+        if torch.version.cuda:
+            yield Finding("note", "torch", f"built for CUDA {torch.version.cuda}, but no GPU is usable")
+
+
+def check_model_cache() -> Iterator[Finding]:
+    if has_default_model():
+        yield Finding("ok", "model", f"the default model is at {default_model_path()}")
+        return
+    root = cache_root()
+    existing = next(folder for folder in (root, *root.parents) if folder.exists())
+    if not os.access(existing, os.W_OK):
+        yield Finding("problem", "model", f"the cache {root} cannot be written; set HEADRACE_CACHE")
+    elif shutil.disk_usage(existing).free < NEEDED_FREE_BYTES:
+        yield Finding("problem", "model", f"less than 2 GiB free at {root} for the default model; set HEADRACE_CACHE")
+    else:
+        yield Finding("note", "model", f"the default model is not fetched yet; headrace up puts it into {root}")
+
+
+def check_ports() -> Iterator[Finding]:
+    """The default ports. Only the gateway's own must be free: the others give way."""
+    for name, service in SERVICES.items():
+        declaration: Any = service.declaration()
+        wanted = [("metrics_host", "metrics_port")] + ([("host", "port")] if name == "gateway" else [])
+        for host, port in ((getattr(declaration, h), getattr(declaration, p)) for h, p in wanted):
+            free = is_free(host, port)
+            text = f"{port} of the {name} is {'free' if free else 'taken; choose another with --port'}"
+            if not free and port == declaration.metrics_port:
+                text = f"{port} (metrics of the {name}) is taken; headrace up takes a free one"
+            yield Finding("ok" if free else "note", "port", text)

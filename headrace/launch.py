@@ -1,0 +1,154 @@
+"""From settings to child processes: the command line and environment of each. Pure but for asking for free ports.
+
+A child gets its whole configuration by flags (they show in ``ps`` what runs) and its secrets by environment (which
+only its owner can read). It inherits no other ``HEADRACE_*`` variable and no file: what ``up`` resolved is what holds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import os
+import socket
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from headrace.models.default import CACHE_ENV
+from headrace.settings import UpSettings
+from headrace.supervisor import ChildSpec
+from shared.config import ENV_PREFIX, ConfigError, MeshConfig, options_of
+
+GATEWAY_STAGE, MESH_STAGE, NATS_STAGE = 0, 1, 2
+"""Stopping order: no new work and open streams finished first, the bus last."""
+
+MESH_GRACE_S = 10.0
+"""For scheduler and workers, which have nothing left to do once the gateway has drained."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Mesh:
+    """What ``up`` decided itself."""
+
+    model_folder: str
+    served_model_name: str
+    nats_url: str
+    nats_token: str
+
+
+def with_ports(settings: UpSettings) -> UpSettings:
+    """``settings`` with every port checked and port 0 of the gateway made a real one.
+
+    Raises ConfigError naming a port that was asked for and is taken. A *default* metrics port that is taken gives way
+    to a free one, so that a second mesh needs no more than another ``--port``.
+    """
+    services = dict(settings.services)
+    taken: set[int] = set()
+    gateway: Any = services["gateway"]
+    port = gateway.port or free_port(gateway.host)
+    check_free(gateway.host, port, "--port")
+    taken.add(port)
+    services["gateway"] = dataclasses.replace(gateway, port=port)
+    for name in services:
+        config: Any = services[name]
+        port = config.metrics_port
+        if port == 0:
+            continue
+        if port in taken or (name == "worker" and settings.workers > 1):
+            port = 0
+        elif port == type(config).metrics_port:
+            port = port if is_free(config.metrics_host, port) else 0
+        else:
+            check_free(config.metrics_host, port, "--metrics-port")
+        taken.add(port)
+        services[name] = dataclasses.replace(config, metrics_port=port)
+    return dataclasses.replace(settings, services=services)
+
+
+def child_specs(settings: UpSettings, mesh: Mesh, environ: Mapping[str, str] | None = None) -> list[ChildSpec]:
+    """One spec per service process."""
+    environ = os.environ if environ is None else environ
+    decided: dict[str, Any] = {"nats": mesh.nats_url, "nats_token": mesh.nats_token}
+    model: dict[str, Any] = {"model": mesh.model_folder, "served_model_name": mesh.served_model_name}
+    gateway: Any = dataclasses.replace(settings.services["gateway"], **decided, **model)
+    scheduler = dataclasses.replace(settings.services["scheduler"], **decided)
+    specs = [
+        _spec("scheduler", "scheduler", scheduler, environ, MESH_STAGE, MESH_GRACE_S),
+        _spec("gateway", "gateway", gateway, environ, GATEWAY_STAGE, gateway.drain_grace_s + MESH_GRACE_S),
+    ]
+    for index in range(settings.workers):
+        worker: Any = dataclasses.replace(settings.services["worker"], **decided, **model)
+        if settings.workers > 1:
+            changes: dict[str, object] = {}
+            if worker.worker_id:
+                changes["worker_id"] = f"{worker.worker_id}-{index}"
+            if worker.threads == 0:  # as many threads as cores in each would have them fight over the cores
+                changes["threads"] = max(1, _cores() // settings.workers)
+            worker = dataclasses.replace(worker, **changes)
+        name = "worker" if settings.workers == 1 else f"worker-{index}"
+        specs.append(_spec(name, "worker", worker, environ, MESH_STAGE, MESH_GRACE_S))
+    return specs
+
+
+def service_flags(config: MeshConfig) -> list[str]:
+    """The flags that make a service's loader arrive at ``config``, secrets left out."""
+    flags: list[str] = []
+    for option in options_of(type(config)):
+        value = getattr(config, option.name)
+        if option.secret or value == option.default or value is None:
+            continue
+        if isinstance(value, bool):
+            flags.append(option.flag if value else f"--no-{option.key}")
+        else:
+            flags.append(f"{option.flag}={value}")  # one word: a value may begin with a dash
+    return flags
+
+
+def service_environ(config: MeshConfig, environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a service: ours without ``HEADRACE_*``, and its secrets."""
+    kept = {name: value for name, value in environ.items() if not name.startswith(ENV_PREFIX) or name == CACHE_ENV}
+    secrets = {
+        option.env: str(getattr(config, option.name))
+        for option in options_of(type(config))
+        if option.secret and getattr(config, option.name) != option.default
+    }
+    return kept | secrets
+
+
+def free_port(host: str) -> int:
+    with socket.create_server((host, 0), family=_family(host)) as probe:
+        return int(probe.getsockname()[1])
+
+
+def is_free(host: str, port: int) -> bool:
+    try:
+        check_free(host, port, "")
+    except ConfigError:
+        return False
+    return True
+
+
+def check_free(host: str, port: int, flag: str) -> None:
+    """Raise ConfigError, naming the port and its flag, unless ``port`` can be listened on."""
+    try:
+        socket.create_server((host, port), family=_family(host)).close()
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigError(f"port {port} on {host} is taken; choose another with {flag}") from None
+        raise ConfigError(f"cannot listen on port {port} of {host}: {error.strerror or error}") from None
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def _spec(
+    name: str, module: str, config: MeshConfig, environ: Mapping[str, str], stage: int, grace_s: float
+) -> ChildSpec:
+    # -P: a folder of the same name where `up` is run must not be taken for the service.
+    command = [sys.executable, "-P", "-m", module, *service_flags(config)]
+    return ChildSpec(name, command, stage, grace_s, service_environ(config, environ))
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))

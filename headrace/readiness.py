@@ -1,0 +1,99 @@
+"""Is a mesh ready, seen from outside: ``/ready``, then one real completion of one token."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shlex
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+
+REPORT_EVERY_S = 10.0
+POLL_S = 0.1
+COMPLETION_TIMEOUT_S = 120.0
+
+
+class NotServing(RuntimeError):
+    """The mesh says that it is ready but refuses an ordinary completion; the message is one line."""
+
+
+def base_url(host: str, port: int) -> str:
+    """Where a client on this machine reaches a gateway that listens on ``host``."""
+    reachable = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host)
+    return f"http://{reachable or (f'[{host}]' if ':' in host else host)}:{port}"
+
+
+async def wait_until_serving(url: str, model: str, report: Callable[[str], None]) -> None:
+    """Return once a completion has succeeded. Waits as long as it takes; ``report`` hears why every ten seconds.
+
+    Raises :class:`NotServing` if a ready mesh answers the completion with a 4xx other than 429.
+    """
+    heard_at = time.monotonic()
+    # trust_env off: a proxy of the environment has no business between us and our own loopback port.
+    async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=5.0) as client:
+        while True:
+            reason = await _try(client, model)
+            if not reason:
+                return
+            if time.monotonic() - heard_at >= REPORT_EVERY_S:
+                report(f"not ready yet: {reason}")
+                heard_at = time.monotonic()
+            await asyncio.sleep(POLL_S)
+
+
+async def _try(client: httpx.AsyncClient, model: str) -> str:
+    """Empty once a completion has succeeded, else why not."""
+    try:
+        ready = await client.get("/ready")
+        if ready.status_code != 200:
+            return _reason(ready)
+        done = await client.post(
+            "/v1/completions",
+            json={"model": model, "prompt": "Hello", "max_tokens": 1},
+            timeout=COMPLETION_TIMEOUT_S,
+        )
+    except httpx.HTTPError as error:
+        return f"the gateway does not answer ({error or type(error).__name__})"
+    if 400 <= done.status_code < 500 and done.status_code != 429:
+        raise NotServing(f"a first completion was refused with {done.status_code}: {_reason(done)}")
+    return "" if done.status_code == 200 else _reason(done)
+
+
+def _reason(response: httpx.Response) -> str:
+    try:
+        body = response.json()
+    except ValueError:
+        body = None
+    if isinstance(body, dict):
+        error = body.get("error")
+        if isinstance(error, dict) and error.get("message"):
+            return str(error["message"])
+        for key in ("reason", "message", "status"):
+            if isinstance(body.get(key), str):
+                return str(body[key])
+    return f"HTTP {response.status_code}"
+
+
+def has_chat_template(folder: Path) -> bool:
+    """True if the tokenizer in ``folder`` brings a chat template."""
+    if (folder / "chat_template.jinja").is_file():
+        return True
+    try:
+        return bool(json.loads((folder / "tokenizer_config.json").read_text("utf-8")).get("chat_template"))
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def curl_line(url: str, model: str, chat: bool) -> str:
+    """A command to paste into a shell: a streamed answer to "What is the capital of France?"."""
+    body: dict[str, object] = {"model": model}
+    if chat:
+        body["messages"] = [{"role": "user", "content": "What is the capital of France?"}]
+    else:
+        body |= {"prompt": "The capital of France is", "max_tokens": 16}
+    body |= {"temperature": 0, "stream": True}
+    path = "/v1/chat/completions" if chat else "/v1/completions"
+    return f"curl -N {url}{path} -H 'Content-Type: application/json' -d {shlex.quote(json.dumps(body))}"

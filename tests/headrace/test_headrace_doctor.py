@@ -1,0 +1,78 @@
+"""``headrace doctor``: names what is wrong, above all another owner of our import names."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from headrace import doctor
+
+
+def installed(folder: Path, name: str, files: list[str]) -> importlib.metadata.Distribution:
+    info = folder / f"{name}-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (info / "RECORD").write_text("".join(f"{file},,\n" for file in files))
+    return importlib.metadata.PathDistribution(info)
+
+
+def test_another_owner_of_an_import_name_is_found(tmp_path: Path) -> None:
+    distributions = [
+        installed(tmp_path, "kernels", ["kernels/__init__.py", "kernels/utils.py"]),
+        installed(tmp_path, "python-gateway", ["gateway/__init__.py"]),
+        installed(tmp_path, "headrace", ["gateway/__init__.py", "kernels/__init__.py"]),
+        installed(tmp_path, "innocent", ["innocent/kernels/__init__.py", "shared/README.txt", "worker.py"]),
+    ]
+    assert doctor.owners(distributions) == {"kernels": {"kernels"}, "gateway": {"python-gateway"}}
+
+
+def test_the_clash_is_a_problem_with_its_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clash = [installed(tmp_path, "kernels", ["kernels/__init__.py"])]
+    monkeypatch.setattr(importlib.metadata, "distributions", lambda: clash)
+    findings = list(doctor.check_packages())
+    assert [finding.level for finding in findings] == ["problem"]
+    assert "'kernels'" in findings[0].text
+    assert "pip uninstall kernels" in findings[0].text
+
+
+def test_a_package_imported_from_elsewhere_is_a_problem(tmp_path: Path) -> None:
+    (tmp_path / "observability").mkdir()
+    (tmp_path / "observability" / "__init__.py").touch()
+    program = (
+        "import sys; from headrace import doctor\n"
+        "sys.modules.pop('observability', None); sys.path.insert(0, sys.argv[1])\n"
+        "print([f.text for f in doctor.check_packages() if f.level == 'problem'])"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=True)
+    assert f"'observability' is imported from {tmp_path / 'observability'}" in done.stdout
+
+
+def test_this_installation_has_no_problem(capsys: pytest.CaptureFixture[str]) -> None:
+    assert doctor.main([]) == 0
+    output = capsys.readouterr().out
+    for subject in ("python", "packages", "nats", "torch", "model", "port"):
+        assert f" {subject} " in output
+
+
+def test_a_taken_port_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "is_free", lambda host, port: port != 8000)
+    noted = [finding.text for finding in doctor.check_ports() if finding.level == "note"]
+    assert noted == ["8000 of the gateway is taken; choose another with --port"]
+
+
+def test_missing_nats_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert [finding.level for finding in doctor.check_nats_server()] == ["problem"]
+
+
+def test_a_cache_that_cannot_be_written_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path / "cache"))
+    assert [finding.level for finding in doctor.check_model_cache()] == ["note"]
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    assert [finding.level for finding in doctor.check_model_cache()] == ["problem"]

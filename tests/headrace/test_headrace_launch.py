@@ -1,0 +1,118 @@
+"""How ``headrace up`` configures its children: flags that give back the same configuration, secrets by environment."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.launch import GATEWAY_STAGE, MESH_STAGE, NATS_STAGE, Mesh, child_specs, free_port, with_ports
+from headrace.services import SERVICES
+from headrace.settings import UpSettings, read_settings
+from headrace.supervisor import ChildSpec
+from shared.config import ConfigError, Parser, add_flags, resolve
+
+MESH = Mesh("/models/m", "m", "nats://127.0.0.1:5555", "t0ken")
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def launched(argv: Sequence[str], environ: dict[str, str] | None = None) -> dict[str, ChildSpec]:
+    environ = environ or {}
+    return {spec.name: spec for spec in child_specs(read_settings(argv, environ), MESH, environ)}
+
+
+def as_read_by(service: str, spec: ChildSpec) -> Any:
+    """The configuration that the child's own loader arrives at."""
+    parser = Parser(prog=service)
+    declaration = SERVICES[service].declaration()
+    add_flags(parser, declaration)
+    flags = spec.command[spec.command.index("-m") + 2 :]
+    assert spec.env is not None
+    return resolve(declaration, service, vars(parser.parse_args(flags)), environ=spec.env)
+
+
+def test_one_process_for_each_service() -> None:
+    specs = launched([])
+    assert list(specs) == ["scheduler", "gateway", "worker"]
+    assert (specs["gateway"].stage, specs["scheduler"].stage, specs["worker"].stage) == (
+        GATEWAY_STAGE, MESH_STAGE, MESH_STAGE,
+    )  # fmt: skip
+    assert GATEWAY_STAGE < MESH_STAGE < NATS_STAGE
+
+
+def test_a_child_arrives_at_the_configuration_that_up_resolved() -> None:
+    argv = ["--no-enable-chunked-prefill", "--simulate", "--simulate-eos=-1", "--max-model-len", "99", "--port", "81"]
+    specs = launched([*argv, "--drain-grace-s", "3"], {"HEADRACE_TRACE_SAMPLING": "0.5"})
+    scheduler, worker, gateway = (as_read_by(name, specs[name]) for name in ("scheduler", "worker", "gateway"))
+    assert not scheduler.enable_chunked_prefill
+    assert (worker.simulate, worker.simulate_eos, worker.max_model_len) == (True, -1, 99)
+    assert (worker.model, worker.served_model_name) == ("/models/m", "m")
+    assert (gateway.model, gateway.served_model_name, gateway.port) == ("/models/m", "m", 81)
+    for config in (scheduler, worker, gateway):
+        assert (config.nats, config.nats_token, config.trace_sampling) == (MESH.nats_url, MESH.nats_token, 0.5)
+    assert specs["gateway"].grace_s > 3
+
+
+def test_secrets_are_on_no_command_line() -> None:
+    for spec in launched(["--nats-token", "s3cret"]).values():
+        assert not any("t0ken" in word or "s3cret" in word for word in spec.command)
+        assert spec.env is not None
+        assert spec.env["HEADRACE_NATS_TOKEN"] == "t0ken"
+
+
+def test_children_inherit_no_other_setting() -> None:
+    spec = launched([], {"HEADRACE_LOG_LEVEL": "debug", "HEADRACE_CACHE": "/c", "HOME": "/h"})["worker"]
+    assert spec.env == {"HEADRACE_CACHE": "/c", "HOME": "/h", "HEADRACE_NATS_TOKEN": "t0ken"}
+    assert as_read_by("worker", spec).log_level == "debug"
+
+
+def test_several_workers_share_the_cores_and_no_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.launch._cores", lambda: 8)
+    settings = with_ports(read_settings(["--workers", "3", "--port", "0", "--worker-id", "w"], {}))
+    specs = {spec.name: spec for spec in child_specs(settings, MESH, {})}
+    workers = [as_read_by("worker", specs[f"worker-{index}"]) for index in range(3)]
+    assert [worker.worker_id for worker in workers] == ["w-0", "w-1", "w-2"]
+    assert [worker.threads for worker in workers] == [2, 2, 2]
+    assert [worker.metrics_port for worker in workers] == [0, 0, 0]
+
+
+def ports(argv: Sequence[str]) -> UpSettings:
+    return with_ports(read_settings(argv, {}))
+
+
+def test_port_0_is_made_a_real_one() -> None:
+    gateway: Any = ports(["--port", "0"]).services["gateway"]
+    assert gateway.port > 0
+
+
+def test_a_taken_port_is_named_with_its_flag() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"port {port} on 127.0.0.1 is taken.*--port"):
+            ports(["--port", str(port)])
+        with pytest.raises(ConfigError, match=f"port {port} on 127.0.0.1 is taken.*--metrics-port"):
+            ports(["--port", "0", "--metrics-port", str(port)])
+
+
+def test_one_metrics_port_for_all_goes_to_the_gateway() -> None:
+    port = free_port("127.0.0.1")
+    services: Any = ports(["--port", "0", "--metrics-port", str(port)]).services
+    assert [services[name].metrics_port for name in ("gateway", "scheduler", "worker")] == [port, 0, 0]
+
+
+def test_a_taken_default_metrics_port_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.launch.is_free", lambda host, port: False)
+    services: Any = ports(["--port", "0"]).services
+    assert [services[name].metrics_port for name in ("gateway", "scheduler", "worker")] == [0, 0, 0]
+
+
+def test_an_address_that_is_not_ours_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"cannot listen on port \d+ of 203\.0\.113\.1"):
+        ports(["--port", "8000", "--host", "203.0.113.1"])
