@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import json
 import os
 import socket
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from headrace.models.default import CACHE_ENV
@@ -78,6 +80,9 @@ def child_specs(settings: UpSettings, mesh: Mesh, environ: Mapping[str, str] | N
     ]
     for index in range(settings.workers):
         worker: Any = dataclasses.replace(settings.services["worker"], **decided, **model)
+        if worker.simulate and worker.simulate_vocab_size == type(worker).simulate_vocab_size:
+            # The gateway tokenises with the real model's tokenizer: a simulated worker must take all its ids.
+            worker = dataclasses.replace(worker, simulate_vocab_size=_vocab_size(mesh.model_folder, worker))
         if settings.workers > 1:
             changes: dict[str, object] = {}
             if worker.worker_id:
@@ -148,6 +153,13 @@ def _spec(
     # -P: a folder of the same name where `up` is run must not be taken for the service.
     command = [sys.executable, "-P", "-m", module, *service_flags(config)]
     return ChildSpec(name, command, stage, grace_s, service_environ(config, environ))
+
+
+def _vocab_size(folder: str, worker: Any) -> int:
+    try:
+        return int(json.loads((Path(folder) / "config.json").read_text("utf-8"))["vocab_size"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return int(worker.simulate_vocab_size)
 
 
 def _cores() -> int:

@@ -83,6 +83,14 @@ def test_several_workers_share_the_cores_and_no_port(monkeypatch: pytest.MonkeyP
     assert [worker.metrics_port for worker in workers] == [0, 0, 0]
 
 
+def test_a_simulated_worker_takes_every_id_of_the_tokenizer(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"vocab_size": 49152}')
+    mesh = Mesh(str(tmp_path), "m", "nats://127.0.0.1:5555", "")
+    for argv, expected in ((["--simulate"], 49152), (["--simulate", "--simulate-vocab-size", "99"], 99)):
+        specs = {spec.name: spec for spec in child_specs(read_settings(argv, {}), mesh, {})}
+        assert as_read_by("worker", specs["worker"]).simulate_vocab_size == expected
+
+
 def ports(argv: Sequence[str]) -> UpSettings:
     return with_ports(read_settings(argv, {}))
 

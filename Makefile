@@ -1,0 +1,37 @@
+# make up      run a whole mesh on this machine: http://127.0.0.1:8000
+# make test    the test suite          make check   lint, format, types
+# make bench   measure this machine    ARGS="..."   is passed on
+#
+# PYTHON: the interpreter to build on (3.11 or newer). TORCH_INDEX: see compose/install-torch.sh.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+.PHONY: up test check bench
+.DELETE_ON_ERROR:
+
+up: $(VENV)/.installed-all
+	@$(BIN)/headrace up $(ARGS)
+
+test: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(VENV)/.installed-all
+	@$(BIN)/headrace bench $(ARGS)
+
+# Made again only when what is to be installed may have changed.
+$(VENV)/.installed-%: pyproject.toml compose/install-torch.sh | $(BIN)/python
+	compose/install-torch.sh $(BIN)/python
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --editable '.[$*]'
+	@touch $@
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "Headrace needs Python 3.11 or newer; say which with PYTHON=..." >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
