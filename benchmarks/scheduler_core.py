@@ -1,0 +1,115 @@
+"""Time of the scheduler core alone: plan + apply of one iteration, without NATS.
+
+    python benchmarks/scheduler_core.py [--steps 400] [--waiting 0]
+
+For 16, 256 and 1024 running sequences: a decode-only iteration, and one in which a sequence ends and another joins
+(churn). Prints p50 and p99 in microseconds; the plan's encoding and the result's decoding are timed apart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+from scheduler.core.core import SchedulerCore
+from scheduler.core.limits import Limits
+from shared.messages import Capacity, Sampling, StepPlan, StepResult, Submit, decode, encode, pack_tokens
+
+BLOCK_SIZE = 16
+
+
+def percentile(values: list[float], share: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+class Load:
+    """A core with ``running`` sequences, fed so that the batch stays full."""
+
+    def __init__(self, running: int, waiting: int, max_tokens: int) -> None:
+        self.core = SchedulerCore(
+            Limits(
+                max_num_seqs=running,
+                max_num_batched_tokens=max(2048, 2 * running),
+                max_num_queued_reqs=waiting + 2 * running + 1,
+            )
+        )
+        self.core.worker_up("w", 1, Capacity("m", 1 << 20, BLOCK_SIZE, running * 200, 32000, []), 0)
+        self.max_tokens = max_tokens
+        self.count = 0
+        self.target = running + waiting
+        self.now = 0
+        self.top_up()
+
+    def top_up(self) -> None:
+        while self.core.num_waiting + self.core.num_running < self.target:
+            # Lengths differ, so that in steady state a few sequences end in each iteration rather than all in one.
+            tokens = self.max_tokens - (self.count * 7919) % (self.max_tokens // 2)
+            submit = Submit(
+                f"r{self.count}", 1, "g", "m", pack_tokens(range(32)), Sampling(1, tokens, ignore_eos=True), self.count
+            )
+            self.core.submit(submit, self.now)
+            self.count += 1
+
+    def result(self, plan: StepPlan) -> StepResult:
+        """What a worker would answer: lengths are its to check."""
+        in_flight = self.core.workers["w"].in_flight[-1]
+        ended = [
+            (slot, "length")
+            for slot, sequence in in_flight.sampled
+            if sequence.generated + 1 >= sequence.submit.sampling.max_tokens
+        ]
+        return StepResult(plan.epoch, "w", 1, plan.step, [7] * len(in_flight.sampled), ended)
+
+
+def measure(running: int, waiting: int, steps: int, max_tokens: int) -> dict[str, list[float]]:
+    load = Load(running, waiting, max_tokens)
+    times: dict[str, list[float]] = {"plan": [], "apply": [], "both": [], "encode": [], "decode": []}
+    warm_up = 20
+    for step in range(steps + warm_up):
+        load.now += 10_000_000
+        began = time.perf_counter()
+        plan, _ = load.core.plan("w", load.now)
+        planned = time.perf_counter()
+        assert plan is not None
+        payload = encode(plan)
+        encoded = time.perf_counter()
+        answer = encode(load.result(plan))
+        ready = time.perf_counter()
+        result = decode(answer)
+        decoded = time.perf_counter()
+        assert isinstance(result, StepResult)
+        load.core.apply(result, load.now)
+        applied = time.perf_counter()
+        load.top_up()
+        if step >= warm_up:
+            times["plan"].append((planned - began) * 1e6)
+            times["encode"].append((encoded - planned) * 1e6)
+            times["decode"].append((decoded - ready) * 1e6)
+            times["apply"].append((applied - decoded) * 1e6)
+            times["both"].append((planned - began + applied - decoded) * 1e6)
+        del payload
+    return times
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--waiting", type=int, default=0, help="sequences that wait behind the running ones")
+    args = parser.parse_args()
+    print(f"scheduler core, {args.steps} iterations each, {args.waiting} waiting; microseconds")
+    print(f"{'running':>8} {'iteration':<10} {'plan+apply p50':>15} {'p99':>8} {'plan p50':>9} {'apply p50':>10} "
+          f"{'encode p50':>11} {'decode p50':>11}")  # fmt: skip
+    for running in (16, 256, 1024):
+        for kind, max_tokens in (("decode", 100_000), ("churn", 400)):
+            times = measure(running, args.waiting, args.steps, max_tokens)
+            both, plan, apply = times["both"], times["plan"], times["apply"]
+            print(
+                f"{running:>8} {kind:<10} {percentile(both, 0.5):>15.0f} {percentile(both, 0.99):>8.0f} "
+                f"{percentile(plan, 0.5):>9.0f} {percentile(apply, 0.5):>10.0f} "
+                f"{percentile(times['encode'], 0.5):>11.0f} {percentile(times['decode'], 0.5):>11.0f}"
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""The persistent batch: deltas in, rows out; joining and leaving move bookkeeping only."""
+
+from __future__ import annotations
+
+import pytest
+
+from shared.messages import Sampling, SlotStart, StepPlan, pack_tokens
+from worker.batch import Batch, PlanError
+
+
+def start(slot: int, tokens: int = 5, pages: int = 2, max_tokens: int = 4, **sampling: object) -> SlotStart:
+    return SlotStart(
+        slot, f"r{slot}", 1, 0, "g", pack_tokens(range(tokens)), tokens, list(range(1 + slot * 4, 1 + slot * 4 + pages)),
+        Sampling(1, max_tokens, **sampling),  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def plan(**fields: object) -> StepPlan:
+    return StepPlan(1, "w", 1, 1, **fields)  # type: ignore[arg-type]
+
+
+def batch() -> Batch:
+    return Batch(block_size=4, num_blocks=40, max_model_len=32, eos_token_ids=frozenset({9}))
+
+
+def test_a_chunk_that_does_not_reach_the_end_samples_nothing() -> None:
+    made = batch()
+    first = plan(starts=[start(0)], chunks=[(0, 3)])
+    step = made.stage(first)
+    assert [(row.start, row.count, row.sample) for row in step.rows] == [(0, 3, False)]
+    assert made.settle(first, []) == ([], [], [])
+    last = plan(chunks=[(0, 2)])
+    assert made.stage(last).rows[0].sample
+    tokens, ended, entries = made.settle(last, [42])
+    assert tokens == [42] and not ended and entries[0][1].offset == 0 and entries[0][1].tokens == [42]
+
+
+def test_rows_after_the_end_are_skipped_and_answered_with_minus_one() -> None:
+    made = batch()
+    first = plan(starts=[start(0)], chunks=[(0, 5)])
+    made.stage(first)
+    tokens, ended, entries = made.settle(first, [9])
+    assert ended == [(0, "stop")] and entries[0][1].end == "stop" and entries[0][1].count == 1
+    ahead = plan(decodes=[0])
+    assert not made.stage(ahead).rows
+    assert made.settle(ahead, []) == ([-1], [], [])
+
+
+@pytest.mark.parametrize(
+    ("sampling", "samples", "want"),
+    [
+        ({"max_tokens": 1}, [9], "stop"),  # EOS as the last allowed token is a stop
+        ({"max_tokens": 1}, [7], "length"),
+        ({"ignore_eos": True, "max_tokens": 2}, [9, 9], "length"),
+        ({"min_tokens": 2, "max_tokens": 4}, [9, 9], "stop"),
+        ({"stop_token_ids": [6]}, [5, 6], "stop"),
+        ({"stop_token_ids": [6], "ignore_eos": True}, [9, 6], "stop"),
+    ],
+)
+def test_how_a_sequence_ends(sampling: dict[str, object], samples: list[int], want: str) -> None:
+    made = batch()
+    for index, token in enumerate(samples):
+        current = plan(starts=[start(0, **sampling)], chunks=[(0, 5)]) if index == 0 else plan(decodes=[0])  # type: ignore[arg-type]
+        made.stage(current)
+        _, ended, _ = made.settle(current, [token])
+        assert bool(ended) == (index == len(samples) - 1)
+    assert made.slots[0].ended == want
+
+
+def test_a_resumed_sequence_counts_its_offsets_from_its_prompt() -> None:
+    made = batch()
+    resumed = SlotStart(0, "r", 1, 0, "g", pack_tokens([1, 2, 3, 4, 5]), 3, [1, 2], Sampling(1, 4))
+    first = plan(starts=[resumed], chunks=[(0, 5)])
+    made.stage(first)
+    _, _, entries = made.settle(first, [8])
+    assert entries[0][1].offset == 2
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        plan(decodes=[3]),
+        plan(starts=[start(0), start(0)]),
+        plan(starts=[start(0, pages=1)], chunks=[(0, 5)]),
+        plan(starts=[start(0)], chunks=[(0, 6)]),
+        plan(starts=[start(0)], chunks=[(0, 0)]),
+        plan(starts=[start(0, pages=9)]),
+        plan(starts=[start(0)], pages=[(0, [41])]),
+        plan(starts=[start(0)], pages=[(0, [0])]),
+    ],
+)
+def test_a_plan_that_does_not_fit_is_refused(bad: StepPlan) -> None:
+    with pytest.raises(PlanError):
+        batch().stage(bad)
+
+
+def test_slots_grow_as_needed_and_keep_their_tables() -> None:
+    made = batch()
+    made.stage(plan(starts=[start(0)], chunks=[(0, 5)]))
+    made.stage(
+        plan(starts=[SlotStart(70, "x", 1, 0, "g", pack_tokens([1]), 1, [30], Sampling(1, 1))], chunks=[(70, 1)])
+    )
+    assert list(made.tables[0, :2]) == [1, 2] and made.tables[70, 0] == 30
+
+
+def test_padding_rows_run_on_ended_slots_too() -> None:
+    made = batch()
+    first = plan(starts=[start(0)], chunks=[(0, 5)])
+    made.stage(first)
+    made.settle(first, [9])
+    rows = made.stage(plan(padding=[(0, 1)])).rows
+    assert rows[0].padding and not rows[0].sample and rows[0].count == 1
