@@ -10,7 +10,8 @@ from worker.batch import Batch, PlanError
 
 def start(slot: int, tokens: int = 5, pages: int = 2, max_tokens: int = 4, **sampling: object) -> SlotStart:
     return SlotStart(
-        slot, f"r{slot}", 1, 0, "g", pack_tokens(range(tokens)), tokens, list(range(1 + slot * 4, 1 + slot * 4 + pages)),
+        slot, f"r{slot}", 1, 0, "g", pack_tokens(range(tokens)), tokens,
+        list(range(1 + slot * 4, 1 + slot * 4 + pages)),
         Sampling(1, max_tokens, **sampling),  # type: ignore[arg-type]
     )  # fmt: skip
 
@@ -39,7 +40,7 @@ def test_rows_after_the_end_are_skipped_and_answered_with_minus_one() -> None:
     made = batch()
     first = plan(starts=[start(0)], chunks=[(0, 5)])
     made.stage(first)
-    tokens, ended, entries = made.settle(first, [9])
+    _, ended, entries = made.settle(first, [9])
     assert ended == [(0, "stop")] and entries[0][1].end == "stop" and entries[0][1].count == 1
     ahead = plan(decodes=[0])
     assert not made.stage(ahead).rows

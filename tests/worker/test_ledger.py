@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -92,5 +94,5 @@ def test_whatever_comes_each_step_of_an_epoch_runs_once_and_in_order(ops: list[t
         if verdict.execute is not None:
             ran.append((verdict.execute.epoch, verdict.execute.step))
     assert ran == sorted(set(ran))
-    for (epoch, step), (next_epoch, next_step) in zip(ran, ran[1:], strict=False):
+    for (epoch, step), (next_epoch, next_step) in itertools.pairwise(ran):
         assert next_step == step + 1 if next_epoch == epoch else next_step == 1
