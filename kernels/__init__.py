@@ -1,1 +1,2 @@
-"""Attention and cache kernels, one contract for all. Kept light: ``transformers`` may import a package of this name."""
+"""Attention and cache kernels. Kept free of imports: ``transformers`` looks for a package of this name (Hugging Face's
+``kernels``) and may import this one in its place; that must cost nothing and break nothing."""

@@ -104,10 +104,10 @@ def make_tiny_model(
     max_position_embeddings: int = 2048,
     **config: Any,
 ) -> Path:
-    """Write a random-weight model of ``family`` (a ``model_type``) with tokenizer and chat template; returns the folder.
+    """Write a random-weight model of ``family`` (a ``model_type``), tokenizer and chat template; returns the folder.
 
-    ``vocab_size`` is the rows of the embedding and may exceed the tokenizer's 296 tokens. ``config`` overrides fields of
-    the model's config. Weights are float32; the same arguments give the same weights.
+    ``vocab_size`` is the rows of the embedding and may exceed the tokenizer's 296 tokens. ``config`` overrides fields
+    of the model's config. Weights are float32; the same arguments give the same weights.
     """
     folder.mkdir(parents=True, exist_ok=True)
     fields = {

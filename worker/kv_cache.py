@@ -1,0 +1,111 @@
+"""The paged KV cache: how many pages there are, and the tensors that they lie in."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kernels.contract import AttentionKernel, Geometry, LayerCache
+from shared.lifecycle import StartupError
+
+log = logging.getLogger("headrace.worker.kv_cache")
+
+HIGH_UTILIZATION = 0.95
+"""Above this share of a GPU's memory, activations and the allocator's own overhead may not fit."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSize:
+    """How the memory for keys and values divides. Page 0, the scratch page, is not among ``num_blocks``."""
+
+    num_blocks: int
+    block_size: int  # tokens
+    bytes_per_token: int  # keys and values of all layers
+    max_model_len: int  # tokens: no longer than the model allows, nor than the pool
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_blocks * self.block_size
+
+    @property
+    def num_bytes(self) -> int:
+        return (self.num_blocks + 1) * self.block_size * self.bytes_per_token
+
+    def describe(self) -> str:
+        """The line printed at start."""
+        fit = self.num_blocks // -(-self.max_model_len // self.block_size)
+        return (
+            f"KV cache: {self.num_blocks:,} pages of {self.block_size} tokens = {self.num_tokens:,} tokens, "
+            f"{self.num_bytes / (1 << 20):,.0f} MiB; {fit:,} sequence{'' if fit == 1 else 's'} of the full "
+            f"{self.max_model_len:,} tokens fit"
+        )
+
+
+def bytes_per_token(num_layers: int, geometry: Geometry, dtype: torch.dtype) -> int:
+    return 2 * num_layers * geometry.num_kv_heads * geometry.head_dim * dtype.itemsize
+
+
+def pool_size(
+    budget_bytes: int,
+    token_bytes: int,
+    block_size: int,
+    model_limit: int | None,
+    max_model_len: int | None,
+    num_blocks: int | None = None,
+) -> PoolSize:
+    """Divide ``budget_bytes`` into pages; ``num_blocks`` overrides it.
+
+    ``max_model_len`` is what was asked for (None: the model's limit). It is clamped to the pool, because a longer
+    sequence could never run to its end. Raises StartupError if nothing sensible fits.
+    """
+    if max_model_len is not None and model_limit is not None and max_model_len > model_limit:
+        raise StartupError(f"max-model-len {max_model_len} is more than the model's {model_limit} positions")
+    page_bytes = block_size * token_bytes
+    if num_blocks is None:
+        num_blocks = budget_bytes // page_bytes - 1
+    if num_blocks < 1:
+        raise StartupError(
+            f"{budget_bytes:,} bytes for the KV cache hold no page (one of {block_size} tokens takes {page_bytes:,}, "
+            "and one more is kept as scratch); raise kv-cache-memory"
+        )
+    wanted = max_model_len or model_limit
+    if wanted is None:
+        raise StartupError("the model's config gives no longest length; set max-model-len")
+    length = min(wanted, num_blocks * block_size)
+    if length < wanted:
+        level = logging.INFO if max_model_len is None else logging.WARNING
+        log.log(level, "max-model-len is %d, not %d: the KV cache holds no more", length, wanted)
+    return PoolSize(num_blocks, block_size, token_bytes, length)
+
+
+def budget_bytes(device: torch.device, kv_cache_memory: int, gpu_memory_utilization: float) -> int:
+    """Bytes for keys and values: on a CPU as told, on a GPU what the share leaves beside what is in use already."""
+    if device.type != "cuda":
+        return kv_cache_memory
+    if gpu_memory_utilization > HIGH_UTILIZATION:
+        log.warning("gpu-memory-utilization %.2f leaves little room for activations", gpu_memory_utilization)
+    free, total = torch.cuda.mem_get_info(device)
+    return max(0, int(total * gpu_memory_utilization) - (total - free))
+
+
+class KVCache:
+    """The pages of all layers."""
+
+    def __init__(self, kernel: AttentionKernel, num_layers: int, num_blocks: int) -> None:
+        self.layers: list[LayerCache] = [kernel.allocate(num_blocks + 1) for _ in range(num_layers)]
+
+    def copy(self, pages: Sequence[tuple[int, int]]) -> int:
+        """Copy (source, target) pages in the order given, in every layer: the copy-on-write of forked sequences.
+
+        Returns the bytes copied.
+        """
+        copied = 0
+        for source, target in pages:
+            for layer in self.layers:
+                for pool in (layer.key, layer.value):
+                    pool[target].copy_(pool[source])
+                    copied += pool[source].numel() * pool.element_size()
+        return copied

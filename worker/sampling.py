@@ -1,0 +1,94 @@
+"""Choosing tokens from logits, for a whole batch at once.
+
+A token is the argmax of ``logits / temperature + noise`` over the candidates that the filters leave (the Gumbel-max
+trick), with the noise of :mod:`worker.noise`: a function of the logits and of (seed, prompt index, choice, position),
+so it survives any change of batch, worker or schedule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from shared.messages import Sampling
+from worker.filters import apply_filters
+from worker.noise import BLOCK, block_noise, row_keys, token_noise
+
+GREEDY_TEMPERATURE = 1e-5
+"""Below this, temperature means greedy: the quotients would say the same, but for ties."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRow:
+    """One row of logits: how to choose, and where in which sequence the chosen token goes."""
+
+    sampling: Sampling
+    prompt_index: int
+    choice: int
+    position: int
+    banned: tuple[int, ...] = ()  # ids that may not come now (end tokens before min_tokens)
+
+    @property
+    def greedy(self) -> bool:
+        return self.sampling.temperature < GREEDY_TEMPERATURE
+
+    @property
+    def key(self) -> tuple[int, int, int, int]:
+        return self.sampling.seed, self.prompt_index, self.choice, self.position
+
+
+def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[int]:
+    """One token id per row of ``logits`` ``[rows, vocabulary]`` (any float type; may be changed in place).
+
+    Greedy ties go to the lowest id. A NaN counts as impossible and +inf as the largest finite number, so that a broken
+    row harms nobody else; a row with nothing finite gives id 0.
+    """
+    for number, row in enumerate(rows):
+        if row.banned:
+            logits[number, list(row.banned)] = float("-inf")
+    best, tokens = logits.max(dim=-1)
+    broken = ~torch.isfinite(best)
+    if bool(broken.any()):
+        limits = torch.finfo(logits.dtype)
+        logits[broken] = logits[broken].nan_to_num(nan=float("-inf"), posinf=limits.max, neginf=float("-inf"))
+        best, tokens = logits.max(dim=-1)
+        best = best.clamp_min(limits.min)
+    chosen: list[int] = tokens.tolist()
+    drawn = [number for number, row in enumerate(rows) if not row.greedy]
+    if drawn:
+        if len(drawn) < len(rows):
+            index = torch.tensor(drawn, device=logits.device)
+            logits, best = logits.index_select(0, index), best.index_select(0, index)
+        for number, token in zip(drawn, _draw(logits, best, [rows[number] for number in drawn]), strict=True):
+            chosen[number] = token
+    return chosen
+
+
+def _draw(logits: torch.Tensor, best: torch.Tensor, rows: Sequence[SampleRow]) -> list[int]:
+    """Gumbel-max, looking only into the blocks of tokens that can hold a row's winner."""
+    count, vocabulary = logits.shape
+    num_blocks = -(-vocabulary // BLOCK)
+    exact = torch.promote_types(logits.dtype, torch.float32)
+    scores = logits.new_full((count, num_blocks * BLOCK), float("-inf"), dtype=exact)
+    # Less the best, so that the best scores exactly 0 and no temperature overflows.
+    torch.sub(logits.to(exact), best.to(exact)[:, None], out=scores[:, :vocabulary])
+    temperature = torch.tensor([row.sampling.temperature for row in rows], dtype=torch.float64)
+    scores.div_(temperature.to(logits.device, exact)[:, None])
+    apply_filters(scores, [row.sampling for row in rows])
+
+    keys = torch.from_numpy(row_keys([row.key for row in rows])).to(logits.device)
+    largest, place = block_noise(keys, num_blocks)
+    blocks = scores.view(count, num_blocks, BLOCK)
+    reached = (blocks.gather(2, place[:, :, None]).squeeze(2).to(torch.float64) + largest).amax(dim=-1)
+    bound = blocks.amax(dim=-1).to(torch.float64) + largest
+    row, block = ((bound >= reached[:, None]) & torch.isfinite(bound)).nonzero(as_tuple=True)
+    noisy = blocks[row, block].to(torch.float64)
+    noisy += token_noise(keys[row], block, largest[row, block], place[row, block])
+    value, within = noisy.max(dim=-1)
+    winners = torch.full((count, num_blocks), float("-inf"), dtype=torch.float64, device=logits.device)
+    winners[row, block] = value
+    tokens = torch.zeros((count, num_blocks), dtype=torch.int64, device=logits.device)
+    tokens[row, block] = block * BLOCK + within
+    return tokens.gather(1, winners.argmax(dim=-1, keepdim=True)).squeeze(1).tolist()

@@ -1,0 +1,56 @@
+"""At start: does a row really have the same bits alone, in company, and with its prompt cut into chunks?
+
+DESIGN's first invariant rests on what matrix libraries do on the machine at hand; this looks instead of trusting.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from shared.messages import Sampling, SlotStart, StepPlan, pack_tokens
+from worker.batch import Batch
+
+if TYPE_CHECKING:
+    from worker.torch_runner import TorchRunner
+
+PROMPT_TOKENS = 40
+
+
+def rows_keep_their_bits(runner: TorchRunner) -> bool:
+    """Compare one sequence's last logits over three schedules. Uses the pool's first pages: run it before serving."""
+    size = runner.size
+    pages = -(-PROMPT_TOKENS // size.block_size)
+    length = min(PROMPT_TOKENS, size.max_model_len)
+    if size.num_blocks < 2 * pages or length < 8:
+        return True  # too small to try, and nothing much can run beside anything
+    alone = _last_logits(runner, length, [length], company=False)
+    joined = _last_logits(runner, length, [length], company=True)
+    chunked = _last_logits(runner, length, [5, length - 6, 1], company=True)
+    return torch.equal(alone, joined) and torch.equal(alone, chunked)
+
+
+def _last_logits(runner: TorchRunner, length: int, chunks: list[int], company: bool) -> torch.Tensor:
+    size = runner.size
+    batch = Batch(size.block_size, size.num_blocks, size.max_model_len, frozenset())
+    pages = -(-length // size.block_size)
+    vocabulary = runner.model.vocab_size
+    starts = []
+    for slot in range(2 if company else 1):
+        tokens = [(7 + 31 * slot + 97 * i) % vocabulary for i in range(length)]
+        starts.append(
+            SlotStart(slot, f"self-check-{slot}", 0, 0, "", pack_tokens(tokens), length,
+                      list(range(1 + slot * pages, 1 + (slot + 1) * pages)), Sampling(0, 1))
+        )  # fmt: skip
+    logits = torch.empty(0)
+    for number, count in enumerate(chunks):
+        rows = [(0, count)]
+        if company:
+            rows.insert(0, (1, length // len(chunks)))
+        plan = StepPlan(0, "", 0, number, starts=starts if number == 0 else [], chunks=rows)
+        step = batch.stage(plan)
+        logits = runner.logits(batch, step.rows)
+        for row in step.rows:
+            row.slot.computed += row.count
+    return logits[-1]

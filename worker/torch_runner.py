@@ -1,0 +1,192 @@
+"""A real model behind the :class:`~worker.runner.Runner` seam: ragged forward passes over paged KV, then sampling."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kernels.contract import AttentionKernel, Geometry, RaggedBatch
+from kernels.reference import ReferenceAttention
+from shared.config import ConfigError, size_bytes
+from shared.lifecycle import StartupError
+from shared.messages import Capacity
+from worker.attention import PagedPass, answering
+from worker.batch import SCRATCH_PAGE, Batch, Row, Step
+from worker.config import WorkerConfig
+from worker.kv_cache import KVCache, PoolSize, budget_bytes, bytes_per_token, pool_size
+from worker.linear import MIN_ROWS
+from worker.model import LoadedModel, load_model
+from worker.sampling import SampleRow, sample
+from worker.self_check import rows_keep_their_bits
+
+log = logging.getLogger("headrace.worker.torch_runner")
+
+DEFAULT_KV_CACHE_MEMORY = 1 << 30
+
+
+class TorchRunner:
+    """Implements :class:`~worker.runner.Runner`. Not thread-safe; torch's thread count is the process's."""
+
+    def __init__(self, model: LoadedModel, kernel: AttentionKernel, size: PoolSize, served_name: str) -> None:
+        self.model = model
+        self.kernel = kernel
+        self.size = size
+        self.cache = KVCache(kernel, len(model.layers), size.num_blocks)
+        self.kv_bytes_copied = 0
+        self.capacity = Capacity(
+            model=served_name,
+            max_model_len=size.max_model_len,
+            block_size=size.block_size,
+            num_blocks=size.num_blocks,
+            vocab_size=model.vocab_size,
+            eos_token_ids=model.eos_token_ids,
+            device=str(model.device),
+            dtype=str(model.dtype).removeprefix("torch."),
+            kv_bytes_per_token=size.bytes_per_token,
+        )
+
+    @classmethod
+    def load(
+        cls,
+        model: str | Path,
+        *,
+        dtype: str = "auto",
+        device: str = "auto",
+        block_size: int = 16,
+        kv_cache_memory: int = DEFAULT_KV_CACHE_MEMORY,
+        gpu_memory_utilization: float = 0.9,
+        max_model_len: int | None = None,
+        num_blocks: int | None = None,
+        served_model_name: str | None = None,
+        num_threads: int | None = None,
+        self_check: bool = True,
+    ) -> TorchRunner:
+        """Load a model and its KV cache. Raises StartupError, one line, if that can't be.
+
+        ``kv_cache_memory`` (bytes) counts on a CPU, ``gpu_memory_utilization`` on a GPU; ``num_blocks`` overrides both.
+        ``num_threads`` None leaves torch's own choice.
+        """
+        if num_threads is not None:
+            torch.set_num_threads(num_threads)
+        loaded = load_model(os.fspath(model), dtype, device)
+        geometry = Geometry(loaded.num_heads, loaded.num_kv_heads, loaded.head_dim, block_size)
+        size = pool_size(
+            budget_bytes(loaded.device, kv_cache_memory, gpu_memory_utilization),
+            bytes_per_token(len(loaded.layers), geometry, loaded.dtype),
+            block_size,
+            loaded.max_positions,
+            max_model_len,
+            num_blocks,
+        )
+        kernel = ReferenceAttention(geometry, loaded.dtype, loaded.device)
+        runner = cls(loaded, kernel, size, served_model_name or os.fspath(model))
+        log.info("%s", size.describe())
+        if self_check and loaded.dtype != torch.float64 and not rows_keep_their_bits(runner):
+            log.warning("on this machine a row's bits depend on the rows beside it: tokens may differ between runs")
+        return runner
+
+    def forward(self, batch: Batch, step: Step) -> list[int]:
+        """See :meth:`worker.runner.Runner.forward`."""
+        self.kv_bytes_copied += self.cache.copy(step.copies)
+        if not step.rows:
+            return []
+        rows = [row for row in step.rows if row.sample]
+        logits = self.logits(batch, step.rows)
+        return sample(logits, [self._sample_row(row) for row in rows]) if rows else []
+
+    def logits(self, batch: Batch, rows: Sequence[Row]) -> torch.Tensor:
+        """One forward pass; the logits ``[sampling rows, vocab_size]``, in row order."""
+        tokens, positions, ragged = _assemble(batch, rows, self.size)
+        keep = ragged.query_start[1 : len(rows) + 1][[row.sample for row in rows]] - 1
+        return self._run(tokens, positions, ragged, keep)
+
+    def _run(
+        self,
+        tokens: npt.NDArray[np.int64],
+        positions: npt.NDArray[np.int64],
+        ragged: RaggedBatch,
+        keep: npt.NDArray[np.int64],
+    ) -> torch.Tensor:
+        model = self.model
+        count = len(keep)
+        token_ids = torch.from_numpy(tokens).to(model.device)
+        position_ids = torch.from_numpy(positions).to(model.device)
+        with torch.inference_mode():
+            calls = PagedPass(self.kernel, self.kernel.plan(ragged), model.layers, self.cache.layers)
+            with answering(calls):
+                if not count:
+                    model.hidden(token_ids, position_ids)
+                    return torch.empty((0, model.vocab_size), dtype=model.dtype, device=model.device)
+                # the output layer too runs on no fewer than MIN_ROWS rows
+                wanted = np.concatenate([keep, np.repeat(keep[-1:], max(0, MIN_ROWS - count))])
+                return model.logits(token_ids, position_ids, torch.from_numpy(wanted).to(model.device))[:count]
+
+    def _sample_row(self, row: Row) -> SampleRow:
+        slot = row.slot
+        position = row.start + row.count
+        banned: tuple[int, ...] = ()
+        if position - slot.prompt_len < slot.sampling.min_tokens:
+            ends = () if slot.sampling.ignore_eos else self.model.eos_token_ids
+            banned = tuple(t for t in {*ends, *slot.sampling.stop_token_ids} if 0 <= t < self.model.vocab_size)
+        return SampleRow(slot.sampling, slot.prompt_index, slot.choice, position, banned)
+
+
+def load_torch_runner(config: WorkerConfig) -> TorchRunner:
+    """The runner that a worker's options ask for. Raises StartupError, one line, if it can't be had."""
+    try:
+        kv_cache_memory = size_bytes(config.kv_cache_memory)
+    except ConfigError as error:
+        raise StartupError(f"kv-cache-memory: {error}") from None
+    folder = Path(config.model)
+    return TorchRunner.load(
+        config.model,
+        dtype=config.dtype,
+        device=config.device,
+        block_size=config.block_size,
+        kv_cache_memory=kv_cache_memory,
+        gpu_memory_utilization=config.gpu_memory_utilization,
+        max_model_len=config.max_model_len,
+        served_model_name=config.served_model_name or (folder.resolve().name if folder.is_dir() else config.model),
+        num_threads=config.threads or None,
+    )
+
+
+def _assemble(
+    batch: Batch, rows: Sequence[Row], size: PoolSize
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], RaggedBatch]:
+    """(token ids, positions, what attention needs) of ``rows``, filled up to MIN_ROWS tokens.
+
+    A filler is a sequence of its own: one token at position 0, with its KV in the scratch page.
+    """
+    count = np.array([row.count for row in rows], dtype=np.int64)
+    fillers = max(0, MIN_ROWS - int(count.sum()))
+    query_start = np.concatenate([[0], np.cumsum(np.concatenate([count, np.ones(fillers, dtype=np.int64)]))])
+    num_tokens = int(query_start[-1])
+    tokens = np.zeros(num_tokens, dtype=np.int64)
+    for row, start in zip(rows, query_start.tolist(), strict=False):
+        if row.padding:
+            continue
+        if row.count == 1:
+            tokens[start] = row.slot.tokens[row.start]
+        else:
+            tokens[start : start + row.count] = row.slot.tokens[row.start : row.start + row.count]
+    sequence = np.repeat(np.arange(len(count) + fillers), np.diff(query_start))
+    first = np.array([row.start for row in rows] + [0] * fillers, dtype=np.int64)
+    padding = np.array([row.padding for row in rows] + [True] * fillers)
+    positions = first[sequence] + np.arange(num_tokens) - query_start[sequence]
+    is_padding = padding[sequence]
+    visible = np.where(is_padding, np.maximum(first, 1)[sequence], positions + 1)
+    used = -(-int(visible.max()) // size.block_size)
+    tables = np.zeros((len(count) + fillers, used), dtype=np.int32)
+    tables[: len(count)] = batch.tables[[row.slot.index for row in rows], :used]
+    page = tables[sequence, np.minimum(positions // size.block_size, used - 1)].astype(np.int64)
+    write_slots = np.where(is_padding, SCRATCH_PAGE, page * size.block_size + positions % size.block_size)
+    # padding may stand for tokens past the longest sequence; a learned position embedding has no row for those
+    positions = np.minimum(positions, size.max_model_len - 1)
+    return tokens, positions, RaggedBatch(query_start, visible, tables, write_slots)
