@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from opentelemetry.trace import SpanKind
@@ -47,10 +47,27 @@ class Gateway:
     metrics: GatewayMetrics
     draining: bool = False
     in_flight: int = 0
+    idle: asyncio.Event = field(default_factory=asyncio.Event)  # set whenever nothing is in flight
+
+    def __post_init__(self) -> None:
+        self.idle.set()
 
     @property
     def model(self) -> str:
         return self.config.model_name
+
+    def enter(self) -> None:
+        """A request has come."""
+        self.in_flight += 1
+        self.idle.clear()
+        self.metrics.in_flight.inc()
+
+    def leave(self) -> None:
+        """A request has ended, whichever way."""
+        self.in_flight -= 1
+        self.metrics.in_flight.dec()
+        if not self.in_flight:
+            self.idle.set()
 
     def why_not_ready(self) -> str | None:
         if self.draining:
@@ -96,8 +113,7 @@ class AnswerApp:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         gateway = self._gateway
         visit = self._visit(scope)
-        gateway.in_flight += 1
-        gateway.metrics.in_flight.inc()
+        gateway.enter()
         try:
             await self._answer(scope, receive, send, visit)
         except ApiError as error:
@@ -106,8 +122,7 @@ class AnswerApp:
         except ClientGone:
             visit.outcome = "aborted"
         finally:
-            gateway.in_flight -= 1
-            gateway.metrics.in_flight.dec()
+            gateway.leave()
             self._account(visit)
 
     def _visit(self, scope: Scope) -> _Visit:

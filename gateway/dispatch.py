@@ -34,6 +34,7 @@ from shared.messages import (
     decode,
     encode,
 )
+from shared.outbox import Outbox
 from shared.subjects import Subjects
 
 log = logging.getLogger("headrace.gateway")
@@ -74,7 +75,7 @@ class Dispatch:
         self._metrics = metrics
         self._losses = losses
         self._losses_seen = losses()
-        self._cancels: asyncio.Queue[Cancel] = asyncio.Queue()
+        self._outbox = Outbox(bus)
         self._beat_now = asyncio.Event()
         self._mesh_changed = asyncio.Event()
 
@@ -149,7 +150,7 @@ class Dispatch:
         if record.open:
             for choice in record.choices:
                 choice.closed = True
-            self._cancels.put_nowait(Cancel(record.submit.request_id, record.attempt))
+            self._cancel(Cancel(record.submit.request_id, record.attempt))
         self.ledger.close(record.submit.request_id)
 
     async def _request(self, subject: str, payload: bytes) -> SubmitReply:
@@ -178,7 +179,7 @@ class Dispatch:
         flight.feed(choice, update.tokens, update.end, now_s)
         if choice.text.stopped_here and not update.end:
             record.choices[update.choice].closed = True
-            self._cancels.put_nowait(Cancel(record.submit.request_id, record.attempt, update.choice))
+            self._cancel(Cancel(record.submit.request_id, record.attempt, update.choice))
 
     def _on_event(self, message: AnyMessage) -> None:
         if not isinstance(message, RequestEvent):
@@ -244,21 +245,18 @@ class Dispatch:
             except TimeoutError:
                 pass
 
-    async def cancel_forever(self) -> None:
-        """Publish cancels as they come. One that is lost is made good by the beats: they no longer list it."""
-        while True:
-            cancel = await self._cancels.get()
-            try:
-                await self._bus.publish(self._subjects.cancel(self.mesh.epoch), encode(cancel))
-                self._metrics.cancels.inc()
-            except BusUnavailable as error:
-                log.warning("a cancel was not sent: %s", error)
-            finally:
-                self._cancels.task_done()
+    def _cancel(self, cancel: Cancel) -> None:
+        """One that is lost is made good by the beats, which no longer list the request."""
+        self._outbox.post(self._subjects.cancel(self.mesh.epoch), encode(cancel))
+        self._metrics.cancels.inc()
 
-    async def cancels_sent(self) -> None:
-        """Wait until every cancel so far was published."""
-        await self._cancels.join()
+    async def send_forever(self) -> None:
+        """Publish what plain calls have posted."""
+        await self._outbox.run()
+
+    async def sent(self) -> None:
+        """Return once everything posted so far is published."""
+        await self._outbox.drain()
 
     def _reader(self, handler: Callable[[AnyMessage], None]) -> Callable[[bytes, str], None]:
         def read(payload: bytes, reply: str) -> None:

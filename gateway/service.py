@@ -27,7 +27,6 @@ from shared.messages import Outcome
 
 log = logging.getLogger("headrace.gateway")
 
-IDLE_POLL_S = 0.02
 LAST_WORDS_S = 1  # how long uvicorn waits for connections once every answer has ended, before it cuts them
 
 
@@ -90,7 +89,7 @@ async def run_gateway(gateway: Gateway, listener: socket.socket, stop: asyncio.E
     async with asyncio.TaskGroup() as group:
         background = [
             group.create_task(gateway.dispatch.beat_forever()),
-            group.create_task(gateway.dispatch.cancel_forever()),
+            group.create_task(gateway.dispatch.send_forever()),
         ]
         http = group.create_task(server.serve(sockets=[listener]))
         stopping = group.create_task(stop.wait())
@@ -100,7 +99,7 @@ async def run_gateway(gateway: Gateway, listener: socket.socket, stop: asyncio.E
         await drain(gateway, drain_grace_s)
         server.should_exit = True
         await http
-        await gateway.dispatch.cancels_sent()
+        await gateway.dispatch.sent()
         for task in background:
             task.cancel()
 
@@ -120,8 +119,7 @@ async def drain(gateway: Gateway, grace_s: float) -> None:
 async def _idle(gateway: Gateway, within_s: float) -> bool:
     try:
         async with asyncio.timeout(within_s):
-            while gateway.in_flight:
-                await asyncio.sleep(IDLE_POLL_S)
+            await gateway.idle.wait()
     except TimeoutError:
         return False
     return True

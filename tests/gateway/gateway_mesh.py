@@ -1,0 +1,339 @@
+"""A gateway over an in-process bus, with a scheduler-and-worker that answers by a script. Real HTTP, in a thread.
+
+The tests' clients run in the main thread (or in loops of their own); the gateway, its bus and the fake mesh share one
+event loop in a thread, as they would share a process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from gateway.answering import Gateway
+from gateway.config import GatewayConfig
+from gateway.dispatch import Dispatch
+from gateway.metrics import GatewayMetrics
+from gateway.service import listen, run_gateway
+from gateway.tokenizer import PromptTokenizer
+from observability.tracing import Tracing
+from shared.bus import BusTimeout, Handler, NoResponder, PayloadTooLarge
+from shared.messages import (
+    Cancel,
+    GatewayBeat,
+    ModelInfo,
+    Outcome,
+    RequestEvent,
+    SchedulerBeat,
+    Submit,
+    SubmitReply,
+    TokenBatch,
+    TokenEntry,
+    decode,
+    encode,
+    unpack_tokens,
+)
+from shared.subjects import Subjects
+
+VOCAB_SIZE = 320
+MAX_MODEL_LEN = 2048
+EOS_IDS = (0, 2)
+MODEL = "tiny"
+
+Script = Callable[[Submit, int, int], int]
+"""(submit, choice, position) -> token."""
+
+
+def pseudo_random(submit: Submit, choice: int, position: int) -> int:
+    """Any token but the special ones; a function of the sampling key and the prompt's length."""
+    key = (
+        submit.sampling.seed * 31 + submit.prompt_index * 1009 + choice * 65537 + position + len(submit.prompt)
+    ) % 2**64
+    key = (key * 0x9E3779B97F4A7C15) % 2**64
+    return 3 + (key >> 33) % (296 - 3)
+
+
+class InProcessBus:
+    """The bus port within one event loop: delivers on later iterations, in order."""
+
+    def __init__(self, max_payload: int = 1 << 20) -> None:
+        self.max_payload = max_payload
+        self.down = False
+        self.published: list[tuple[str, bytes]] = []
+        self._subscriptions: list[tuple[str, Handler]] = []
+        self._replies: dict[str, asyncio.Future[bytes]] = {}
+        self._inboxes = itertools.count()
+
+    async def publish(self, subject: str, payload: bytes) -> None:
+        if len(payload) > self.max_payload:
+            raise PayloadTooLarge(f"{len(payload)} bytes")
+        self.published.append((subject, payload))
+        if subject in self._replies:
+            future = self._replies.pop(subject)
+            if not future.done():
+                future.set_result(payload)
+            return
+        self._deliver(subject, payload, "")
+
+    async def request(self, subject: str, payload: bytes, timeout_s: float) -> bytes:
+        if len(payload) > self.max_payload:
+            raise PayloadTooLarge(f"{len(payload)} bytes")
+        inbox = f"_INBOX.{next(self._inboxes)}"
+        future = asyncio.get_running_loop().create_future()
+        self._replies[inbox] = future
+        if not self._deliver(subject, payload, inbox):
+            raise NoResponder(subject)
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await future
+        except TimeoutError:
+            raise BusTimeout(subject) from None
+
+    async def subscribe(self, subject: str, handler: Handler) -> Any:
+        self._subscriptions.append((subject, handler))
+        return contextlib.nullcontext()
+
+    async def flush(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    def _deliver(self, subject: str, payload: bytes, reply: str) -> bool:
+        handlers = [handler for pattern, handler in self._subscriptions if _matches(pattern, subject)]
+        if self.down:
+            return False
+        for handler in handlers:
+            asyncio.get_running_loop().call_soon(handler, payload, reply)
+        return bool(handlers)
+
+
+def _matches(pattern: str, subject: str) -> bool:
+    parts, wanted = subject.split("."), pattern.split(".")
+    return len(parts) == len(wanted) and all(want in ("*", part) for part, want in zip(parts, wanted, strict=True))
+
+
+@dataclasses.dataclass
+class Running:
+    submit: Submit
+    choice: int
+    tokens: list[int] = dataclasses.field(default_factory=list)
+
+
+class FakeMesh:
+    """Scheduler and worker in one: runs every sequence by ``script``, one token a step, and listens to cancels."""
+
+    def __init__(self, bus: InProcessBus) -> None:
+        self.bus = bus
+        self.subjects = Subjects("default")
+        self.epoch = 7
+        self.workers = 1
+        self.script: Script = pseudo_random
+        self.refuse: Callable[[Submit], SubmitReply | None] = lambda submit: None
+        self.beating = True
+        self.stepping = True
+        self.step_s = 0.0
+        self.submits: list[Submit] = []
+        self.cancels: list[Cancel] = []
+        self.gateway_beats: list[GatewayBeat] = []
+        self.running: list[Running] = []
+        self.sent_tokens = 0
+
+    async def start(self) -> None:
+        await self.bus.subscribe(self.subjects.submit_all(self.epoch), self._on_submit)
+        await self.bus.subscribe(self.subjects.cancel(self.epoch), self._on_cancel)
+        await self.bus.subscribe(self.subjects.beats("gateway"), self._on_gateway_beat)
+
+    async def run(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._beat_forever())
+            group.create_task(self._step_forever())
+
+    async def beat(self) -> None:
+        models = [ModelInfo(MODEL, MAX_MODEL_LEN, VOCAB_SIZE, self.workers)]
+        beat = SchedulerBeat("sched", self.epoch, models)
+        await self.bus.publish(self.subjects.beat("scheduler", "sched"), encode(beat))
+
+    async def _beat_forever(self) -> None:
+        while True:
+            if self.beating:
+                await self.beat()
+            await asyncio.sleep(0.05)
+
+    async def _step_forever(self) -> None:
+        while True:
+            await asyncio.sleep(self.step_s if self.running and self.stepping else max(self.step_s, 0.001))
+            if self.running and self.stepping:
+                await self.step()
+
+    async def step(self) -> None:
+        by_gateway: dict[str, list[TokenEntry]] = {}
+        for sequence in list(self.running):
+            submit = sequence.submit
+            offset = len(sequence.tokens)
+            token = self.script(submit, sequence.choice, offset)
+            sequence.tokens.append(token)
+            end = self._end(submit, token, len(sequence.tokens))
+            if end:
+                self.running.remove(sequence)
+            by_gateway.setdefault(submit.gateway, []).append(
+                TokenEntry(
+                    submit.request_id, submit.attempt, sequence.choice, offset, [token], end,
+                    len(sequence.tokens) if end else 0,
+                )
+            )  # fmt: skip
+            self.sent_tokens += 1
+        for gateway, entries in by_gateway.items():
+            await self.send(gateway, entries)
+
+    async def send(self, gateway: str, entries: list[TokenEntry], epoch: int | None = None) -> None:
+        batch = TokenBatch(self.epoch if epoch is None else epoch, "worker", 1, 1, entries)
+        await self.bus.publish(self.subjects.tokens(gateway), encode(batch))
+
+    async def event(self, submit: Submit, kind: str, reason: str) -> None:
+        event = RequestEvent(self.epoch, kind, submit.request_id, submit.attempt, -1, reason)
+        await self.bus.publish(self.subjects.event(submit.gateway), encode(event))
+
+    @staticmethod
+    def _end(submit: Submit, token: int, count: int) -> str:
+        sampling = submit.sampling
+        if count > sampling.min_tokens and (
+            (token in EOS_IDS and not sampling.ignore_eos) or token in sampling.stop_token_ids
+        ):
+            return "stop"
+        return "length" if count >= sampling.max_tokens else ""
+
+    def _on_submit(self, payload: bytes, reply: str) -> None:
+        submit = decode(payload)
+        assert isinstance(submit, Submit)
+        answer = self.refuse(submit)
+        if answer is None:
+            answer = SubmitReply(Outcome.ACCEPTED, self.epoch)
+            self.submits.append(submit)
+            self.running += [Running(submit, choice) for choice in range(submit.n)]
+        # A reply goes straight back: publish() of an inbox never waits.
+        with contextlib.suppress(StopIteration):
+            self.bus.publish(reply, encode(answer)).send(None)
+
+    def _on_cancel(self, payload: bytes, reply: str) -> None:
+        cancel = decode(payload)
+        assert isinstance(cancel, Cancel)
+        self.cancels.append(cancel)
+        self.running = [
+            sequence
+            for sequence in self.running
+            if sequence.submit.request_id != cancel.request_id or cancel.choice not in (-1, sequence.choice)
+        ]
+
+    def _on_gateway_beat(self, payload: bytes, reply: str) -> None:
+        beat = decode(payload)
+        assert isinstance(beat, GatewayBeat)
+        self.gateway_beats.append(beat)
+
+
+class RunningGateway:
+    """A gateway that serves in a thread. ``mesh`` may be set from the test; coroutines go through ``call``."""
+
+    def __init__(
+        self, folder: Path, tracing: Tracing | None = None, max_payload: int = 1 << 20, **options: Any
+    ) -> None:
+        self.config = GatewayConfig(model=str(folder), served_model_name=MODEL, port=0, metrics_port=0, **options)
+        self.tokenizer = PromptTokenizer.load(str(folder))
+        self.bus = InProcessBus(max_payload)
+        self.mesh = FakeMesh(self.bus)
+        self.metrics = GatewayMetrics(MODEL)
+        self.losses = 0
+        self.tracing = tracing or Tracing("gateway", "gw", "", 1.0)
+        self.error: BaseException | None = None
+        self._started = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> RunningGateway:
+        self._thread.start()
+        assert self._started.wait(10), self.error
+        self.until(lambda: self.gateway.why_not_ready() is None or not self.mesh.beating)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+        self._thread.join(15)
+        assert not self._thread.is_alive(), "the gateway did not stop"
+        self.tokenizer.close()
+        if self.error is not None:
+            raise self.error
+
+    def stop(self) -> None:
+        with contextlib.suppress(RuntimeError):  # stopped already
+            self.loop.call_soon_threadsafe(self._stop.set)
+
+    def join(self, timeout_s: float) -> bool:
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def call(self, coroutine: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(10)
+
+    def until(self, condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < deadline, "the condition did not come true in time"
+            time.sleep(0.005)
+
+    def metric(self, name: str, **labels: str) -> float:
+        return self.metrics.registry.get_sample_value(name, labels) or 0.0
+
+    def decode(self, tokens: list[int]) -> str:
+        return self.tokenizer._backend.decode(tokens, skip_special_tokens=True)
+
+    def encode(self, text: str) -> list[int]:
+        return self.tokenizer._backend.encode(text).ids
+
+    def expected(self, submit: Submit, choice: int = 0) -> list[int]:
+        """The tokens of a choice, without the one that stops it."""
+        tokens: list[int] = []
+        while True:
+            token = self.mesh.script(submit, choice, len(tokens))
+            end = FakeMesh._end(submit, token, len(tokens) + 1)
+            if end == "stop":
+                return tokens
+            tokens.append(token)
+            if end:
+                return tokens
+
+    def prompt_of(self, submit: Submit) -> list[int]:
+        return unpack_tokens(submit.prompt)
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._main())
+        except BaseException as error:  # noqa: BLE001 - handed to the test's thread
+            self.error = error
+            self._started.set()
+
+    async def _main(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self._stop = asyncio.Event()
+        listener = listen("127.0.0.1", 0)
+        self.port = listener.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        dispatch = Dispatch(self.config, self.bus, "gw", self.metrics, lambda: self.losses)
+        self.gateway = Gateway(self.config, dispatch, self.tokenizer, self.tracing, self.metrics)
+        await self.mesh.start()
+        fake = asyncio.create_task(self.mesh.run())
+        self._started.set()
+        try:
+            await run_gateway(self.gateway, listener, self._stop, self.config.drain_grace_s)
+        finally:
+            fake.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await fake
+
+
+@contextlib.contextmanager
+def running_gateway(folder: Path, **options: Any) -> Iterator[RunningGateway]:
+    with RunningGateway(folder, **options) as gateway:
+        yield gateway
