@@ -27,8 +27,9 @@ bench: $(VENV)/.installed-all
 
 # Made again only when what is to be installed may have changed.
 $(VENV)/.installed-%: pyproject.toml compose/install-torch.sh | $(BIN)/python
-	compose/install-torch.sh $(BIN)/python
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet --editable '.[$*]'
+	@compose/install-torch.sh $(BIN)/python
+	@echo "installing Headrace and what it needs (a minute or two)"
+	@$(BIN)/python -m pip install --disable-pip-version-check --quiet --editable '.[$*]'
 	@touch $@
 
 $(BIN)/python:

@@ -15,16 +15,20 @@ index=${TORCH_INDEX-https://download.pytorch.org/whl/cpu}
 
 pip() { "$python" -m pip --disable-pip-version-check "$@"; }
 
-# Exit 0 if the packages that "pip install $@" would take are free of CUDA; 1 if not; 2 if pip finds no torch.
-free_of_cuda() {
-    report=$(pip install --dry-run --ignore-installed --quiet --report - "$@" "torch==$TORCH_VERSION" 2>/dev/null) || return 2
+# Print the URL of the torch that "pip install OPTIONS torch" would take; fail if it finds none or would bring CUDA.
+url_free_of_cuda() {
+    report=$(pip install --dry-run --ignore-installed --quiet --report - "$@" "torch==$TORCH_VERSION" 2>/dev/null) ||
+        return 1
     printf '%s' "$report" | "$python" -c '
 import json, re, sys
-packages = [item["metadata"] for item in json.load(sys.stdin)["install"]]
-names = [package["name"] for package in packages]
-if len(names) == 1:  # asked for without its dependencies: torch itself says what it needs
-    names += packages[0].get("requires_dist", []) if sys.platform == "linux" else []
-sys.exit(any(re.match(r"nvidia|cuda|triton", name, re.IGNORECASE) for name in names))
+items = json.load(sys.stdin)["install"]
+torch = next(item for item in items if item["metadata"]["name"] == "torch")
+names = [item["metadata"]["name"] for item in items]
+if len(items) == 1 and sys.platform == "linux":  # asked without dependencies: torch itself says what it needs
+    names += torch["metadata"].get("requires_dist", [])
+if any(re.match(r"nvidia|cuda|triton", name, re.IGNORECASE) for name in names):
+    sys.exit(1)
+print(torch["download_info"]["url"])
 '
 }
 
@@ -35,14 +39,15 @@ fi
 if [ -z "$index" ]; then
     echo "installing torch $TORCH_VERSION as pip finds it" >&2
     pip install "torch==$TORCH_VERSION"
-elif free_of_cuda --no-deps --timeout 10 --retries 1 --index-url "$index"; then
-    echo "installing torch $TORCH_VERSION from $index" >&2
-    pip install --no-deps --index-url "$index" "torch==$TORCH_VERSION" # its dependencies come with Headrace's own
-elif free_of_cuda; then
-    echo "installing torch $TORCH_VERSION as pip finds it: $index cannot be used, and this build is free of CUDA" >&2
-    pip install "torch==$TORCH_VERSION"
-else
+    exit
+fi
+
+# First without its dependencies, for which that index is not meant; the second question has them in its answer.
+if ! url=$(url_free_of_cuda --no-deps --timeout 10 --retries 1 --index-url "$index") &&
+    ! url=$(url_free_of_cuda); then
     echo "no CPU build of torch $TORCH_VERSION at $index, and pip would bring CUDA or nothing: set TORCH_INDEX to an" \
         "index that has one, or to an empty value to take what pip finds" >&2
     exit 1
 fi
+echo "installing torch $TORCH_VERSION for the CPU from ${url%%#*}" >&2
+pip install "torch @ $url" # the very file that was judged; its dependencies come from pip's own index
