@@ -133,8 +133,7 @@ class Dispatch:
                         record.epoch = max(reply.epoch, epoch)
                         return
                     if reply.outcome != Outcome.STALE_EPOCH:
-                        for choice in record.choices:  # refused: there is nothing to cancel
-                            choice.closed = True
+                        record.settle()
                         raise refusal(reply)
                     trouble = reply.reason or "the scheduler has changed"
             if time.monotonic() >= deadline_s:
@@ -147,9 +146,8 @@ class Dispatch:
 
     def release(self, record: RequestRecord[Part]) -> None:
         """Nobody wants more of this request: forget it, and cancel what may still run. Idempotent."""
-        if record.open:
-            for choice in record.choices:
-                choice.closed = True
+        if record.running:
+            record.settle()
             self._cancel(Cancel(record.submit.request_id, record.attempt))
         self.ledger.close(record.submit.request_id)
 
@@ -178,7 +176,7 @@ class Dispatch:
         choice = record.owner.choices[update.choice]
         flight.feed(choice, update.tokens, update.end, now_s)
         if choice.text.stopped_here and not update.end:
-            record.choices[update.choice].closed = True
+            record.choices[update.choice].closed = record.choices[update.choice].ended = True
             self._cancel(Cancel(record.submit.request_id, record.attempt, update.choice))
 
     def _on_event(self, message: AnyMessage) -> None:

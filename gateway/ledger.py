@@ -23,7 +23,8 @@ Owner = TypeVar("Owner")
 @dataclass(slots=True)
 class ChoiceRecord:
     tokens: array.array[int] = field(default_factory=lambda: array.array("I"))
-    closed: bool = False  # ended, or of no more interest: later entries are dropped
+    closed: bool = False  # of no more interest: later entries are dropped
+    ended: bool = False  # nobody runs it any more: there is nothing to cancel
 
 
 @dataclass(slots=True)
@@ -41,7 +42,18 @@ class RequestRecord(Generic[Owner]):
 
     @property
     def open(self) -> bool:
+        """Tokens are still wanted."""
         return any(not choice.closed for choice in self.choices)
+
+    @property
+    def running(self) -> bool:
+        """Somebody may still be computing it."""
+        return any(not choice.ended for choice in self.choices)
+
+    def settle(self) -> None:
+        """Nobody runs any of it, and nobody wants to."""
+        for choice in self.choices:
+            choice.closed = choice.ended = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +132,7 @@ class Ledger(Generic[Owner]):
         if all(choice.closed for choice in affected):
             return None
         for choice in affected:
-            choice.closed = True
+            choice.closed = choice.ended = True
         reason = event.reason or "no reason given"
         return record, Broken(max(-1, event.choice), f"the request was {event.kind}: {reason}")
 
@@ -151,7 +163,7 @@ def _apply(choice: ChoiceRecord, entry: TokenEntry) -> Update | None:
         return Broken(entry.choice, "the worker sent ids that are no tokens")
     if not entry.end:
         return Progress(entry.choice, tokens)
-    choice.closed = True
+    choice.closed = choice.ended = True
     if entry.count != len(choice.tokens):
         return Broken(entry.choice, f"{len(choice.tokens)} of {entry.count} tokens arrived")
     if entry.end not in (EndReason.STOP, EndReason.LENGTH):

@@ -195,6 +195,7 @@ class FakeMesh:
         await self.bus.publish(self.subjects.tokens(gateway), encode(batch))
 
     async def event(self, submit: Submit, kind: str, reason: str) -> None:
+        self.running = [sequence for sequence in self.running if sequence.submit is not submit]
         event = RequestEvent(self.epoch, kind, submit.request_id, submit.attempt, -1, reason)
         await self.bus.publish(self.subjects.event(submit.gateway), encode(event))
 
