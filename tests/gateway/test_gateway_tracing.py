@@ -1,0 +1,98 @@
+"""One trace per request: the caller's context in, spans out over OTLP, and the context that the mesh goes on with."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from gateway_mesh import RunningGateway
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+from observability.tracing import Tracing
+
+TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
+PARENT = "b7ad6b7169203331"
+TRACEPARENT = f"00-{TRACE_ID}-{PARENT}-01"
+
+
+class Receiver:
+    """Collects the spans that are posted to it."""
+
+    def __init__(self) -> None:
+        self.spans: list[Any] = []
+        receiver = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                request = ExportTraceServiceRequest.FromString(self.rfile.read(int(self.headers["content-length"])))
+                for resource in request.resource_spans:
+                    for scope in resource.scope_spans:
+                        receiver.spans.extend(scope.spans)
+                self.send_response(200)
+                self.end_headers()
+
+            def log_message(self, *_: object) -> None: ...
+
+        self._server = HTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        self._thread = threading.Thread(target=self._server.serve_forever)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+@pytest.fixture
+def receiver() -> Iterator[Receiver]:
+    receiver = Receiver()
+    yield receiver
+    receiver.close()
+
+
+def attributes(span: Any) -> dict[str, Any]:
+    return {item.key: getattr(item.value, item.value.WhichOneof("value")) for item in span.attributes}
+
+
+def test_the_callers_trace_goes_through_and_errors_end_it_too(tokenizer_folder: Path, receiver: Receiver) -> None:
+    tracing = Tracing("gateway", "gw", receiver.url, sampling=0.0)
+    with RunningGateway(tokenizer_folder, tracing) as gw:
+        headers = {"traceparent": TRACEPARENT}
+        body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3, "temperature": 0.5}
+        httpx.post(f"{gw.url}/v1/chat/completions", json=body, headers=headers)
+        httpx.post(f"{gw.url}/v1/completions", json={"prompt": []}, headers=headers)
+        httpx.post(f"{gw.url}/generate", json={"prompt": "not sampled"})
+        httpx.post(f"{gw.url}/generate", json={"prompt": "bad header"}, headers={"traceparent": "00-zz-xx-01"})
+        submits = list(gw.mesh.submits)
+    tracing.shutdown()
+    spans = {span.name: span for span in receiver.spans}
+    assert set(spans) == {"chat tiny", "tokenize", "text_completion tiny"}
+    chat = spans["chat tiny"]
+    assert all(span.trace_id.hex() == TRACE_ID for span in spans.values())
+    assert chat.parent_span_id.hex() == PARENT
+    assert spans["tokenize"].parent_span_id == chat.span_id
+    assert submits[0].traceparent == f"00-{TRACE_ID}-{chat.span_id.hex()}-01"
+    found = attributes(chat)
+    assert found["gen_ai.operation.name"] == "chat"
+    assert (found["gen_ai.request.max_tokens"], found["gen_ai.request.temperature"]) == (3, 0.5)
+    assert (found["gen_ai.usage.input_tokens"], found["gen_ai.usage.output_tokens"]) == (
+        len(submits[0].prompt) // 4,
+        3,
+    )
+    assert chat.start_time_unix_nano <= spans["tokenize"].start_time_unix_nano
+    assert spans["tokenize"].end_time_unix_nano <= chat.end_time_unix_nano
+    refused = spans["text_completion tiny"]
+    assert attributes(refused)["error.type"] == "invalid"
+    assert refused.status.code == refused.status.STATUS_CODE_ERROR
+
+
+def test_without_an_endpoint_the_callers_context_still_travels(gw: RunningGateway, http: httpx.Client) -> None:
+    http.post("/generate", json={"prompt": "x"}, headers={"traceparent": TRACEPARENT})
+    http.post("/generate", json={"prompt": "x"})
+    assert [submit.traceparent for submit in gw.mesh.submits] == [TRACEPARENT, ""]
