@@ -1,0 +1,113 @@
+"""The real model on the real mesh: tokens against ``transformers``, under memory pressure."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+import pytest
+import torch
+from mesh_stack import BusClient, stack, until
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from headrace.models import ensure_default_model
+from shared.messages import Outcome, StepPlan, StepResult
+
+pytestmark = [pytest.mark.mesh, pytest.mark.model, pytest.mark.timeout(900)]
+
+NEAR_TIE = 1e-3
+QUESTIONS = (
+    "What is the capital of France?",
+    "Name three primary colours.",
+    "Write a haiku about the sea.",
+    "Explain in one sentence why the sky is blue.",
+    "List the first ten prime numbers.",
+    "Who wrote Romeo and Juliet?",
+    "Translate 'good morning' into Spanish.",
+    "Give me a recipe for pancakes, step by step, with the amounts of flour, milk, eggs, sugar and butter.",
+)
+
+
+@dataclass(frozen=True)
+class Asked:
+    prompt: list[int]
+    max_tokens: int
+
+
+def asked(tokenizer: object) -> list[Asked]:
+    """32 prompts of mixed lengths, some of them continuing a long text, outputs of 4 to 72 tokens."""
+    made = []
+    for index in range(32):
+        text = QUESTIONS[index % len(QUESTIONS)] + " Please." * (index // len(QUESTIONS))
+        if index % 5 == 4:
+            text = "Here is a list of facts. " * (4 + index // 2) + text
+        ids = tokenizer.apply_chat_template(  # type: ignore[attr-defined]
+            [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=False
+        )
+        made.append(Asked(list(ids), 4 + (index * 29) % 69))
+    return made
+
+
+def reference(model: PreTrainedModel, one: Asked) -> list[int]:
+    with torch.inference_mode():
+        ids = torch.tensor([one.prompt])
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=one.max_tokens, do_sample=False)
+    return list(out[0, len(one.prompt) :].tolist())
+
+
+def top_two_gap(model: PreTrainedModel, tokens: list[int]) -> float:
+    with torch.inference_mode():
+        best = model(torch.tensor([tokens]), logits_to_keep=1).logits[0, -1].double().topk(2).values
+    return float(best[0] - best[1])
+
+
+def test_32_greedy_requests_under_memory_pressure_match_transformers() -> None:
+    folder = ensure_default_model(lambda _: None)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    requests = asked(tokenizer)
+
+    async def scenario(client: BusClient) -> tuple[int, list[list[int]]]:
+        await client.spy()
+        await client.ready()
+        replies = await asyncio.gather(
+            *(
+                client.submit(f"r{i}", one.prompt, one.max_tokens, temperature=0.0, ignore_eos=False)
+                for i, one in enumerate(requests)
+            )
+        )
+        assert all(reply.outcome is Outcome.ACCEPTED for reply in replies)
+        await until(lambda: len(client.ends) == len(requests), "every request's end", 240)
+        plans = [message for message in client.seen if isinstance(message, StepPlan)]
+        assert max(len(plan.decodes) + len(plan.chunks) for plan in plans) <= 8
+        results = [message for message in client.seen if isinstance(message, StepResult)]
+        assert all(result.kv_bytes_copied == 0 for result in results), "joining and leaving copy no KV"
+        restarts = sum(len(plan.starts) for plan in plans) - len(requests)
+        return restarts, [client.tokens[f"r{i}", 0] for i in range(len(requests))]
+
+    async def body() -> tuple[int, list[list[int]]]:
+        client = await BusClient.connect(mesh.nats)
+        try:
+            return await scenario(client)
+        finally:
+            await client.close()
+
+    with stack() as mesh:
+        mesh.start("scheduler", "--max-num-seqs", "8", "--max-num-batched-tokens", "128")
+        mesh.start("worker", "--model", str(folder), "--dtype", "float32", "--kv-cache-memory", "16MiB")
+        preemptions, got = asyncio.run(body())
+    assert preemptions > 0, "the pool is too large for the test"
+
+    torch.set_num_threads(1)  # one token at a time is bound by memory, and two threads on busy cores wait for each other
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    near_ties = 0
+    for one, tokens in zip(requests, got, strict=True):
+        want = reference(model, one)
+        if tokens == want:
+            continue
+        first = next(
+            (i for i, (a, b) in enumerate(zip(tokens, want, strict=False)) if a != b), min(len(tokens), len(want))
+        )
+        gap = top_two_gap(model, one.prompt + want[:first])
+        assert gap < NEAR_TIE, f"differs at {first} where the reference's top two logits are {gap:.5f} apart"
+        near_ties += 1
+    print(f"\n32 requests, {preemptions} preemptions, {sum(map(len, got))} tokens, {near_ties} near-tie differences")
