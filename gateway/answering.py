@@ -51,6 +51,7 @@ class Gateway:
 
     def __post_init__(self) -> None:
         self.idle.set()
+        self.metrics.ready.set_function(lambda: float(self.why_not_ready() is None))
 
     @property
     def model(self) -> str:

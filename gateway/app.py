@@ -27,7 +27,6 @@ def make_app(gateway: Gateway) -> Starlette:
 
     async def ready(request: Request) -> Response:
         reason = gateway.why_not_ready()
-        gateway.metrics.ready.set(reason is None)
         if reason is not None:
             outcome = Outcome.DRAINING if gateway.draining else Outcome.NO_WORKER
             return error_response(unavailable(reason, outcome.value))

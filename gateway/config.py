@@ -36,7 +36,7 @@ class GatewayConfig(MeshConfig):
         3.0, "a scheduler silent for longer counts as absent: new requests get 503", check=between(0.1, 600)
     )
     stall_timeout_s: float = option(
-        8.0, "open requests end with an error once the scheduler is silent for so long", check=between(0.2, 3600)
+        7.0, "open requests end with an error once the scheduler is silent for so long", check=between(0.2, 3600)
     )
     slow_reader_timeout_s: float = option(
         120.0, "a client that takes nothing of a waiting answer for so long is disconnected", check=at_least(1)

@@ -238,6 +238,7 @@ def test_readiness_follows_the_workers(gw: RunningGateway, http: httpx.Client) -
     gw.mesh.workers = 0
     gw.until(lambda: http.get("/ready").status_code == 503)
     assert int(http.get("/ready").headers["retry-after"]) >= 1
+    assert gw.metric("headrace_gateway_ready") == 0
     answer = http.post("/generate", json={"prompt": "x"})
     error_of(answer, 503)
     assert int(answer.headers["retry-after"]) >= 1
