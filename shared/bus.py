@@ -69,6 +69,7 @@ class NatsBus:
         self.max_payload = client.max_payload
         self.reconnects = 0
         self.slow_consumer_drops = 0
+        self._closing = False
         self.on_reconnect: Callable[[], None] | None = None
 
     @classmethod
@@ -86,7 +87,8 @@ class NatsBus:
                 log.warning("nats: %s", error or type(error).__name__)
 
         async def on_disconnect() -> None:
-            log.warning("nats: disconnected")
+            if not (holder and holder[0]._closing):
+                log.warning("nats: disconnected")
 
         async def on_reconnect() -> None:
             log.warning("nats: reconnected")
@@ -160,6 +162,7 @@ class NatsBus:
             raise BusUnavailable(f"flush: {error or type(error).__name__}") from None
 
     async def close(self) -> None:
+        self._closing = True
         if self._client.is_connected:
             with contextlib.suppress(TimeoutError, nats.errors.Error):  # closing anyway
                 await self._client.flush(timeout=2)

@@ -143,7 +143,7 @@ class Batch:
 
     def _end_reason(self, slot: Slot, token: int) -> str:
         sampling = slot.sampling
-        if slot.generated >= sampling.min_tokens:
+        if slot.generated > sampling.min_tokens:  # so many other tokens came before this one
             if token in self.eos_token_ids and not sampling.ignore_eos:
                 return EndReason.STOP.value
             if token in sampling.stop_token_ids:

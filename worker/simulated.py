@@ -79,17 +79,20 @@ class SimulatedRunner:
                 continue
             state = self._write(batch, row.slot, row.start, row.count)
             if row.sample:
-                slot = row.slot
-                position = row.start + row.count
-                sampled.append(
-                    pick(
-                        state, slot.sampling.seed, slot.prompt_index, slot.choice, position, self.capacity.vocab_size
-                    )
-                )  # fmt: skip
+                sampled.append(self._sample(batch, row.slot, state, row.start + row.count))
         left = self._step_time.seconds(step.num_tokens) - (time.monotonic() - began)
         if left > 0:
             time.sleep(left)  # this is the model: the step takes as long as the device would
         return sampled
+
+    def _sample(self, batch: Batch, slot: Slot, state: int, position: int) -> int:
+        vocab_size = self.capacity.vocab_size
+        token = pick(state, slot.sampling.seed, slot.prompt_index, slot.choice, position, vocab_size)
+        if slot.generated < slot.sampling.min_tokens:
+            banned = batch.eos_token_ids.union(slot.sampling.stop_token_ids)
+            while token in banned and len(banned) < vocab_size:
+                token = (token + 1) % vocab_size
+        return token
 
     def _write(self, batch: Batch, slot: Slot, start: int, count: int) -> int:
         size = batch.block_size

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 from gateway_mesh import RunningGateway
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from otlp_receiver import Receiver, attributes, otlp_receiver
 
 from observability.tracing import Tracing
 
@@ -20,44 +17,10 @@ PARENT = "b7ad6b7169203331"
 TRACEPARENT = f"00-{TRACE_ID}-{PARENT}-01"
 
 
-class Receiver:
-    """Collects the spans that are posted to it."""
-
-    def __init__(self) -> None:
-        self.spans: list[Any] = []
-        receiver = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                request = ExportTraceServiceRequest.FromString(self.rfile.read(int(self.headers["content-length"])))
-                for resource in request.resource_spans:
-                    for scope in resource.scope_spans:
-                        receiver.spans.extend(scope.spans)
-                self.send_response(200)
-                self.end_headers()
-
-            def log_message(self, *_: object) -> None: ...
-
-        self._server = HTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
-        self._thread = threading.Thread(target=self._server.serve_forever)
-        self._thread.start()
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
-
-
 @pytest.fixture
 def receiver() -> Iterator[Receiver]:
-    receiver = Receiver()
-    yield receiver
-    receiver.close()
-
-
-def attributes(span: Any) -> dict[str, Any]:
-    return {item.key: getattr(item.value, item.value.WhichOneof("value")) for item in span.attributes}
+    with otlp_receiver() as receiver:
+        yield receiver
 
 
 def test_the_callers_trace_goes_through_and_errors_end_it_too(tokenizer_folder: Path, receiver: Receiver) -> None:

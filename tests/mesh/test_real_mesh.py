@@ -97,7 +97,7 @@ def test_32_greedy_requests_under_memory_pressure_match_transformers() -> None:
         preemptions, got = asyncio.run(body())
     assert preemptions > 0, "the pool is too large for the test"
 
-    torch.set_num_threads(1)  # one token at a time is bound by memory, and two threads on busy cores wait for each other
+    torch.set_num_threads(1)  # one token at a time is bound by memory; a second thread only waits
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     near_ties = 0
     for one, tokens in zip(requests, got, strict=True):

@@ -53,7 +53,8 @@ def test_rows_after_the_end_are_skipped_and_answered_with_minus_one() -> None:
         ({"max_tokens": 1}, [9], "stop"),  # EOS as the last allowed token is a stop
         ({"max_tokens": 1}, [7], "length"),
         ({"ignore_eos": True, "max_tokens": 2}, [9, 9], "length"),
-        ({"min_tokens": 2, "max_tokens": 4}, [9, 9], "stop"),
+        ({"min_tokens": 2, "max_tokens": 4}, [9, 9, 9], "stop"),
+        ({"min_tokens": 2, "max_tokens": 2}, [9, 9], "length"),
         ({"stop_token_ids": [6]}, [5, 6], "stop"),
         ({"stop_token_ids": [6], "ignore_eos": True}, [9, 6], "stop"),
     ],
