@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from kernels.elementwise import elementwise
+
 
 def attend_tiles(
     query: torch.Tensor,
@@ -38,11 +40,11 @@ def _attend_in_steps(
     exact = torch.promote_types(query.dtype, torch.float32)
     scores = torch.matmul(query.to(exact), key.to(exact).transpose(2, 3)).mul_(scaling)
     if softcap is not None:
-        scores.div_(softcap).tanh_().mul_(softcap)
+        scores = elementwise(torch.tanh_, scores.div_(softcap)).mul_(softcap)
     scores.add_(mask)
     top = scores.amax(dim=-1, keepdim=True)
     top.masked_fill_(top == float("-inf"), 0.0)
-    weights = scores.sub_(top).exp_()
+    weights = elementwise(torch.exp_, scores.sub_(top))
     total = weights.sum(dim=-1, keepdim=True)
     output = torch.matmul(weights, value.to(exact)) / total.clamp_min(torch.finfo(exact).tiny)
-    return output.to(query.dtype), (top + total.log()).squeeze(-1)
+    return output.to(query.dtype), (top + elementwise(torch.log, total)).squeeze(-1)

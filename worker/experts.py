@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from kernels.elementwise import aligned_rows
 from worker.linear import MIN_ROWS, PackedWeight, can_pack
 
 EXPERTS_NAME = "headrace_experts"
@@ -32,14 +33,16 @@ def experts_forward(
     counts = torch.bincount(top_k_index.reshape(-1), minlength=module.num_experts).tolist()
     tokens = order // top_k_index.shape[1]
     weights = top_k_weights.reshape(-1)[order].unsqueeze(-1)
+    width, threads = _inner_width(module), torch.get_num_threads()
     start = 0
     for expert, count in enumerate(counts[: module.num_experts]):
         if not count:
             continue
         rows = tokens[start : start + count]
         x = hidden_states[rows]
-        if count < MIN_ROWS:
-            x = torch.cat([x, x.new_zeros(MIN_ROWS - count, x.shape[1])])
+        fill = aligned_rows(count, MIN_ROWS, [width], threads) - count
+        if fill:
+            x = torch.cat([x, x.new_zeros(fill, x.shape[1])])
         x = _project(module, "gate_up_proj" if module.has_gate else "up_proj", expert, x)
         x = module._apply_gate(x) if module.has_gate else module.act_fn(x)
         x = _project(module, "down_proj", expert, x)
@@ -48,6 +51,16 @@ def experts_forward(
         out.index_add_(0, rows, x[:count] * weights[start : start + count])
         start += count
     return out.to(hidden_states.dtype)
+
+
+def _inner_width(module: Any) -> int:
+    name = "gate_up_proj" if module.has_gate else "up_proj"
+    packed: list[PackedWeight] | None = getattr(module, f"_packed_{name}", None)
+    if packed is not None:
+        width = packed[0].out_features
+    else:
+        width = getattr(module, name).shape[2 if module.is_transposed else 1]
+    return width // 2 if module.has_gate else width
 
 
 def _project(module: Any, name: str, expert: int, x: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 oneDNN with prepacked weights gives a row the same bits at every row count from 2 on (a single row takes another path);
 MKL, behind ``torch.nn.functional.linear`` in float32, splits sums differently for few rows. So on a CPU every linear
-layer is replaced by :class:`PackedLinear`, and the runner never runs fewer than :data:`MIN_ROWS` rows.
+layer is replaced by :class:`PackedLinear`, and the runner fills its rows up (see :mod:`worker.row_widths` too).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 MIN_ROWS = 4
-"""Rows of a forward pass, padded up to this."""
+"""Rows of a matrix product are filled up to this, and to a multiple of it."""
 
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
@@ -32,9 +32,10 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
 class PackedWeight:
     """A ``[out, in]`` weight in oneDNN's blocked layout."""
 
-    __slots__ = ("bias", "packed")
+    __slots__ = ("bias", "out_features", "packed")
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        self.out_features = weight.shape[0]
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous())
         self.bias = None if bias is None else bias.detach()
 

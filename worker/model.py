@@ -17,6 +17,7 @@ from shared.lifecycle import StartupError
 from worker import attention, experts
 from worker.admissible import TrialPass, check_config, rope_limit
 from worker.linear import MIN_ROWS, can_pack, pack_linears
+from worker.row_widths import RowWidths
 
 log = logging.getLogger("headrace.worker.model")
 
@@ -38,6 +39,8 @@ class LoadedModel:
     vocab_size: int  # rows of the embedding
     max_positions: int | None  # the longest sequence that the model itself allows
     eos_token_ids: list[int]
+    row_widths: frozenset[int]  # of a pass's rows: see worker.row_widths
+    logits_capped: bool  # whether such a function is applied to the logits too
     dtype: torch.dtype
     device: torch.device
 
@@ -74,7 +77,9 @@ def load_model(model: str, dtype: str = "auto", device: str = "auto") -> LoadedM
     if can_pack(kind, target):
         pack_linears(module)
         experts.pack_experts(module)
-    trial = _trial(model, module, target)
+    trial, widths = _trial(model, module, target)
+    vocab_size = module.get_input_embeddings().weight.shape[0]
+    logits_width = module.get_output_embeddings().out_features
     heads, kv_heads, head_dim = next(iter(trial.shapes))
     limits = [limit for limit in (getattr(config, "max_position_embeddings", None), rope_limit(config)) if limit]
     return LoadedModel(
@@ -83,9 +88,11 @@ def load_model(model: str, dtype: str = "auto", device: str = "auto") -> LoadedM
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        vocab_size=module.get_input_embeddings().weight.shape[0],
+        vocab_size=vocab_size,
         max_positions=min(limits, default=None),
         eos_token_ids=_eos_token_ids(module),
+        row_widths=frozenset(widths - {logits_width}),
+        logits_capped=logits_width in widths,
         dtype=kind,
         device=target,
     )
@@ -145,23 +152,23 @@ def _weights(model: str, config: PreTrainedConfig, dtype: torch.dtype) -> Any:
     return module
 
 
-def _trial(model: str, module: Any, device: torch.device) -> TrialPass:
+def _trial(model: str, module: Any, device: torch.device) -> tuple[TrialPass, set[int]]:
     if "logits_to_keep" not in inspect.signature(module.forward).parameters:
         raise StartupError(f"model {model!r} ({module.config.model_type}) can't be served: "
                            "its forward pass can't leave logits out (logits_to_keep)")  # fmt: skip
     trial = TrialPass(model, module.config)
     tokens = torch.zeros((1, MIN_ROWS), dtype=torch.int64, device=device)
     positions = torch.arange(MIN_ROWS, device=device)[None]
-    with torch.inference_mode(), attention.answering(trial):
+    with torch.inference_mode(), attention.answering(trial), RowWidths(MIN_ROWS) as seen:
         try:
-            module(input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=positions[0, -1:])
+            module(input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=positions[0])
         except (RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError) as error:
             if isinstance(error, StartupError):
                 raise
             raise StartupError(f"model {model!r} ({module.config.model_type}) can't be served: a trial pass fails: "
                                f"{_one_line(error)}") from error  # fmt: skip
     trial.check()
-    return trial
+    return trial, seen.widths
 
 
 def _eos_token_ids(module: Any) -> list[int]:

@@ -15,19 +15,19 @@ from worker.batch import Batch
 if TYPE_CHECKING:
     from worker.torch_runner import TorchRunner
 
-PROMPT_TOKENS = 40
+PROMPT_TOKENS = 150
+"""More than one tile of keys (see :mod:`kernels.reference`)."""
 
 
 def rows_keep_their_bits(runner: TorchRunner) -> bool:
     """Compare one sequence's last logits over three schedules. Uses the pool's first pages: run it before serving."""
     size = runner.size
-    pages = -(-PROMPT_TOKENS // size.block_size)
-    length = min(PROMPT_TOKENS, size.max_model_len)
-    if size.num_blocks < 2 * pages or length < 8:
+    length = min(PROMPT_TOKENS, size.max_model_len, size.num_blocks // 2 * size.block_size)
+    if length < 16:
         return True  # too small to try, and nothing much can run beside anything
     alone = _last_logits(runner, length, [length], company=False)
     joined = _last_logits(runner, length, [length], company=True)
-    chunked = _last_logits(runner, length, [5, length - 6, 1], company=True)
+    chunked = _last_logits(runner, length, [5, length // 2, length - length // 2 - 6, 1], company=True)
     return torch.equal(alone, joined) and torch.equal(alone, chunked)
 
 

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 
 from kernels.contract import AttentionKernel, Geometry, RaggedBatch
+from kernels.elementwise import aligned_rows
 from kernels.reference import ReferenceAttention
 from shared.config import ConfigError, size_bytes
 from shared.lifecycle import StartupError
@@ -102,7 +103,9 @@ class TorchRunner:
 
     def logits(self, batch: Batch, rows: Sequence[Row]) -> torch.Tensor:
         """One forward pass; the logits ``[sampling rows, vocab_size]``, in row order."""
-        tokens, positions, ragged = _assemble(batch, rows, self.size)
+        count = sum(row.count for row in rows)
+        filled = aligned_rows(count, MIN_ROWS, self.model.row_widths, torch.get_num_threads())
+        tokens, positions, ragged = _assemble(batch, rows, filled - count, self.size)
         keep = ragged.query_start[1 : len(rows) + 1][[row.sample for row in rows]] - 1
         return self._run(tokens, positions, ragged, keep)
 
@@ -123,8 +126,9 @@ class TorchRunner:
                 if not count:
                     model.hidden(token_ids, position_ids)
                     return torch.empty((0, model.vocab_size), dtype=model.dtype, device=model.device)
-                # the output layer too runs on no fewer than MIN_ROWS rows
-                wanted = np.concatenate([keep, np.repeat(keep[-1:], max(0, MIN_ROWS - count))])
+                widths = [model.vocab_size] if model.logits_capped else []
+                filled = aligned_rows(count, MIN_ROWS, widths, torch.get_num_threads())
+                wanted = np.concatenate([keep, np.repeat(keep[-1:], filled - count)])
                 return model.logits(token_ids, position_ids, torch.from_numpy(wanted).to(model.device))[:count]
 
     def _sample_row(self, row: Row) -> SampleRow:
@@ -158,14 +162,13 @@ def load_torch_runner(config: WorkerConfig) -> TorchRunner:
 
 
 def _assemble(
-    batch: Batch, rows: Sequence[Row], size: PoolSize
+    batch: Batch, rows: Sequence[Row], fillers: int, size: PoolSize
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], RaggedBatch]:
-    """(token ids, positions, what attention needs) of ``rows``, filled up to MIN_ROWS tokens.
+    """(token ids, positions, what attention needs) of ``rows`` and of ``fillers``.
 
     A filler is a sequence of its own: one token at position 0, with its KV in the scratch page.
     """
     count = np.array([row.count for row in rows], dtype=np.int64)
-    fillers = max(0, MIN_ROWS - int(count.sum()))
     query_start = np.concatenate([[0], np.cumsum(np.concatenate([count, np.ones(fillers, dtype=np.int64)]))])
     num_tokens = int(query_start[-1])
     tokens = np.zeros(num_tokens, dtype=np.int64)
