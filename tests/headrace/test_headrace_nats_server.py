@@ -67,7 +67,7 @@ def test_a_server_started_again_has_the_same_port() -> None:
         assert str(port) in second.stderr
 
 
-def test_is_killed_with_its_parent() -> None:
+def test_is_killed_with_its_parent(tmp_path: Path) -> None:
     program = (
         "import sys\n"
         "from headrace.nats_server import embedded_nats\n"
@@ -75,7 +75,9 @@ def test_is_killed_with_its_parent() -> None:
         "    print(server.port, flush=True)\n"
         "    sys.stdin.read()\n"
     )
-    parent = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    environ = os.environ | {"TMPDIR": str(tmp_path)}  # its folder is left behind
+    command = [sys.executable, "-c", program]
+    parent = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environ)
     assert parent.stdout is not None
     port = int(parent.stdout.readline())
     socket.create_connection(("127.0.0.1", port), timeout=5).close()

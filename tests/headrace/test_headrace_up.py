@@ -1,0 +1,166 @@
+"""``headrace up`` as a person meets it: real processes, a simulated model, real signals."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tiny_models import make_tiny_model
+
+pytestmark = pytest.mark.mesh
+
+DEADLINE_S = 60.0
+
+
+class Up:
+    """One ``headrace up`` in a session of its own, its output in files."""
+
+    def __init__(self, folder: Path, *argv: str) -> None:
+        self.output, self.errors = folder / "out", folder / "err"
+        # As a person's shell has it: none of the test runner's own settings.
+        environ = {name: value for name, value in os.environ.items() if not name.startswith("HEADRACE_")}
+        with self.output.open("w") as output, self.errors.open("w") as errors:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "headrace", "up", *argv],
+                cwd=folder, env=environ | {"TMPDIR": str(folder)}, stdout=output, stderr=errors,
+                stdin=subprocess.DEVNULL, start_new_session=True,
+            )  # fmt: skip
+
+    def wait_for(self, pattern: str) -> str:
+        """The first group of ``pattern`` once stdout or stderr has it."""
+        deadline = time.monotonic() + DEADLINE_S
+        while True:
+            text = self.output.read_text() + self.errors.read_text()
+            if found := re.search(pattern, text):
+                return found[1]
+            assert self.process.poll() is None, text
+            assert time.monotonic() < deadline, text
+            time.sleep(0.05)
+
+    def children(self) -> list[int]:
+        text = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
+        return [int(pid) for pid in text.split()]
+
+    def end(self, signum: int) -> int:
+        self.process.send_signal(signum)
+        return self.process.wait(DEADLINE_S)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture
+def up(tmp_path: Path, model: Path) -> Iterator[Up]:
+    running = Up(
+        tmp_path, "--simulate", "--model", str(model), "--port", "0", "--workers", "2", "--simulate-base-us=100"
+    )
+    yield running
+    running.process.kill()
+    running.process.wait()
+
+
+def gone(pids: list[int]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    for pid in pids:
+        while Path(f"/proc/{pid}").exists() and "State:\tZ" not in Path(f"/proc/{pid}/status").read_text():
+            assert time.monotonic() < deadline, f"process {pid} is still there"
+            time.sleep(0.02)
+
+
+def test_serves_answers_the_printed_curl_line_and_stops_on_ctrl_c(up: Up, tmp_path: Path) -> None:
+    url = up.wait_for(r"tiny is served at (http://127\.0\.0\.1:\d+)\n")
+    command = shlex.split(up.wait_for(r"\n  (curl -N .*)\n"))
+    assert command[2].startswith(url)
+    body = json.loads(command[-1])
+    command[-1] = json.dumps(body | {"max_tokens": 4})
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S).stdout
+    events = [line.removeprefix("data: ") for line in answer.splitlines() if line]
+    assert events[-1] == "[DONE]"
+    assert json.loads(events[-2])["choices"][0]["finish_reason"] == "length"
+
+    children = up.children()
+    assert len(children) == 5  # NATS, scheduler, gateway, two workers
+    for pid in children:
+        # A token given by a command line could be read by every user of the machine.
+        assert b"token" not in Path(f"/proc/{pid}/cmdline").read_bytes()
+    assert up.end(signal.SIGINT) == 0
+    gone(children)
+    assert not list(tmp_path.glob("headrace-nats-*"))
+    errors = up.errors.read_text()
+    assert errors.index("gateway   | ") < errors.index("stopping")
+    assert "was killed" not in errors
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", int(url.rsplit(":", 1)[1])), timeout=5).close()
+
+
+def test_sigterm_finishes_an_open_stream_first(up: Up) -> None:
+    url = up.wait_for(r"tiny is served at (\S+)\n")
+    body = {"model": "tiny", "prompt": "Hello", "max_tokens": 500, "ignore_eos": True, "stream": True}
+    request = urllib.request.Request(
+        f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=DEADLINE_S) as stream:
+        first = stream.readline()
+        up.process.terminate()
+        rest = stream.read()
+    assert up.process.wait(DEADLINE_S) == 0
+    events = [line for line in (first + rest).decode().splitlines() if line]
+    assert events[-1] == "data: [DONE]"
+    assert '"finish_reason":"length"' in events[-2]
+
+
+def test_a_killed_worker_is_started_again(up: Up) -> None:
+    up.wait_for(r"tiny is served at (\S+)\n")
+    up.wait_for(r"(worker-1) +\| .*serves")
+    worker = next(pid for pid in up.children() if b"\0worker\0" in Path(f"/proc/{pid}/cmdline").read_bytes())
+    os.kill(worker, signal.SIGKILL)
+    name = up.wait_for(r"(worker-[01]) +\| was killed by SIGKILL; starting it again")
+    up.wait_for(rf"(?s)starting it again.*({name}) +\| \S+ INFO +worker \S+ serves tiny")
+
+
+def test_nothing_outlives_up_itself(up: Up) -> None:
+    up.wait_for(r"tiny is served at (\S+)\n")
+    children = up.children()
+    assert len(children) == 5
+    up.end(signal.SIGKILL)
+    gone(children)
+
+
+def refused(tmp_path: Path, *argv: str) -> str:
+    """What ``up`` says on stderr when it refuses to start with exit 2."""
+    started = time.monotonic()
+    up = Up(tmp_path, *argv)
+    assert up.process.wait(DEADLINE_S) == 2, up.errors.read_text()
+    assert time.monotonic() - started < DEADLINE_S
+    assert up.output.read_text() == ""
+    return up.errors.read_text()
+
+
+def test_a_taken_port_is_named_before_anything_starts(tmp_path: Path, model: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        errors = refused(tmp_path, "--model", str(model), "--port", str(port))
+    assert errors == f"headrace: port {port} on 127.0.0.1 is taken; choose another with --port\n"
+
+
+def test_a_missing_model_is_named(tmp_path: Path) -> None:
+    assert refused(tmp_path, "--model", "/no/such/model", "--port", "0") == "headrace: /no/such/model: no such folder\n"
+
+
+def test_a_child_that_cannot_start_as_configured_ends_everything(tmp_path: Path, model: Path) -> None:
+    argv = ["--simulate", "--model", str(model), "--port", "0"]
+    errors = refused(tmp_path, *argv, "--max-num-seqs", "64", "--max-num-batched-tokens", "8")
+    assert re.search(r"headrace: scheduler cannot start: .*max.num.batched.tokens", errors)
