@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from headrace import __version__
-from headrace.services import SERVICES, Service
+from headrace.services import OUR_PACKAGES, SERVICES, Service
 from shared.config import Parser, parse_service
 
 COMMANDS = {
@@ -39,6 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _dispatch(args.command)(argv[1:])
     except ModuleNotFoundError as error:
+        if error.name is None or error.name.split(".")[0] in OUR_PACKAGES:
+            raise
         extra = args.command if args.command in SERVICES else "all"
         parser.error(f"{error.name} is not installed; pip install 'headrace[{extra}]'")
 

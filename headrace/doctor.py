@@ -16,11 +16,8 @@ from typing import Any
 from headrace.launch import is_free
 from headrace.models.default import cache_root, default_model_path, has_default_model
 from headrace.nats_server import NatsServerError, find_nats_server
-from headrace.services import SERVICES
+from headrace.services import OUR_PACKAGES, SERVICES
 from shared.config import Parser
-
-OUR_PACKAGES = ("gateway", "headrace", "kernels", "observability", "scheduler", "shared", "worker")
-"""Our top-level import names. They are common words, so another distribution may own one too."""
 
 OUR_DISTRIBUTION = "headrace"
 NEEDED_FREE_BYTES = 2 << 30

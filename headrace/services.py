@@ -12,6 +12,9 @@ from dataclasses import dataclass
 
 from shared.config import MeshConfig, Option, options_of
 
+OUR_PACKAGES = ("gateway", "headrace", "kernels", "observability", "scheduler", "shared", "worker")
+"""The top-level import names of this distribution. They are common words: others may own one too (see doctor)."""
+
 
 @dataclass(frozen=True)
 class Service:

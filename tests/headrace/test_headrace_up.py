@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -80,6 +81,7 @@ def gone(pids: list[int]) -> None:
             time.sleep(0.02)
 
 
+@pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
 def test_serves_answers_the_printed_curl_line_and_stops_on_ctrl_c(up: Up, tmp_path: Path) -> None:
     url = up.wait_for(r"tiny is served at (http://127\.0\.0\.1:\d+)\n")
     command = shlex.split(up.wait_for(r"\n  (curl -N .*)\n"))
