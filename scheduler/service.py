@@ -16,7 +16,7 @@ from scheduler.core.events import CoreEvent, Counters, Ended, Failed, Preempted
 from scheduler.core.sequence import Sequence
 from scheduler.metrics import SchedulerMetrics
 from scheduler.step_time import StepTimePredictor
-from shared.bus import NatsBus
+from shared.bus import Bus
 from shared.lifecycle import ServiceFault
 from shared.messages import (
     AnyMessage,
@@ -70,7 +70,7 @@ class SchedulerService:
     """``step_bus`` carries plans and results only."""
 
     def __init__(
-        self, config: SchedulerConfig, name: str, step_bus: NatsBus, bus: NatsBus, metrics: SchedulerMetrics,
+        self, config: SchedulerConfig, name: str, step_bus: Bus, bus: Bus, metrics: SchedulerMetrics,
         tracing: Tracing,
     ) -> None:  # fmt: skip
         self._config = config
@@ -173,7 +173,7 @@ class SchedulerService:
             self._resend(message.worker, message.step)
             return
         if isinstance(message, WorkerFault):
-            self._restart_batch(message.worker, message.incarnation, f"step {message.step} failed: {message.reason}")
+            self._on_fault(message)
             return
         if not isinstance(message, StepResult):
             self._metrics.bad_messages.inc()
@@ -235,14 +235,14 @@ class SchedulerService:
         elif link is not None:  # it restarted and is loading again
             self._lose(beat.worker, "its worker restarted", "restart")
 
-    def _greet(self, beat: WorkerBeat) -> None:
+    def _greet(self, beat: WorkerBeat, first_step: int = 1) -> None:
         assert beat.capacity is not None
         now = time.monotonic_ns()
         self._forget_link(beat.worker)
-        self._carry_out(self._core.worker_up(beat.worker, beat.incarnation, beat.capacity, now))
+        self._carry_out(self._core.worker_up(beat.worker, beat.incarnation, beat.capacity, now, first_step))
         self._links[beat.worker] = _Link(beat.incarnation, time.monotonic())
         self._step_out.post(
-            self._subjects.step(beat.worker), encode(Reset(self._core.epoch, beat.worker, beat.incarnation, 1))
+            self._subjects.step(beat.worker), encode(Reset(self._core.epoch, beat.worker, beat.incarnation, first_step))
         )
         log.info("worker %s is ready: %s, %d blocks", beat.worker, beat.capacity.model, beat.capacity.num_blocks)
         self._beat()
@@ -325,14 +325,20 @@ class SchedulerService:
 
     # --- losses -----------------------------------------------------------------------------------------------------
 
+    def _on_fault(self, fault: WorkerFault) -> None:
+        link = self._links.get(fault.worker)
+        if link is not None and any(step == fault.step for step, _, _ in link.sent):  # else: of a batch lost before
+            self._restart_batch(fault.worker, fault.incarnation, f"step {fault.step} failed: {fault.reason}")
+
     def _restart_batch(self, worker: str, incarnation: int, reason: str) -> None:
-        """The worker lives, but its batch cannot be trusted: lose the batch, reset, start over with step 1."""
+        """The worker lives, but its batch cannot be trusted: lose the batch, reset, go on with an empty one."""
         link = self._links.get(worker)
         if link is None or link.incarnation != incarnation:
             return
-        capacity = self._core.workers[worker].capacity
+        state = self._core.workers[worker]
         self._lose(worker, reason, "fault")
-        self._greet(WorkerBeat(worker, incarnation, self._core.epoch, WorkerState.READY, capacity))
+        beat = WorkerBeat(worker, incarnation, self._core.epoch, WorkerState.READY, state.capacity)
+        self._greet(beat, state.next_step)
 
     def _lose(self, worker: str, reason: str, cause: str) -> None:
         log.error("worker %s lost: %s", worker, reason)

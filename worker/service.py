@@ -7,7 +7,7 @@ import logging
 import time
 
 from observability.tracing import Tracing
-from shared.bus import NatsBus
+from shared.bus import Bus
 from shared.lifecycle import ServiceFault
 from shared.messages import (
     BadMessage,
@@ -41,7 +41,7 @@ class WorkerService:
     """``step_bus`` carries plans and results only, ``bus`` tokens and beats."""
 
     def __init__(
-        self, config: WorkerConfig, name: str, incarnation: int, step_bus: NatsBus, bus: NatsBus,
+        self, config: WorkerConfig, name: str, incarnation: int, step_bus: Bus, bus: Bus,
         metrics: WorkerMetrics, tracing: Tracing,
     ) -> None:  # fmt: skip
         self._config = config
@@ -147,7 +147,7 @@ class WorkerService:
         plan = executed.plan
         if executed.fault:
             fault = WorkerFault(plan.epoch, self._name, self._incarnation, plan.step, executed.fault)
-            self._event_loop.call_soon_threadsafe(self._send_fault, plan, encode(fault))
+            self._event_loop.call_soon_threadsafe(self._send_fault, executed, encode(fault))
             return
         result = encode(executed.result)
         batches = [
@@ -164,8 +164,11 @@ class WorkerService:
             self._out.post(self._subjects.tokens(gateway), payload)
         self._observe(executed)
 
-    def _send_fault(self, plan: StepPlan, payload: bytes) -> None:
-        self._metrics.faults.inc()
+    def _send_fault(self, executed: Executed, payload: bytes) -> None:
+        plan = executed.plan
+        if not executed.skipped:
+            self._metrics.faults.inc()
+        self._ledger.record(plan, payload)  # the plan again gets the fault again: this message may be lost
         self._step_out.post(self._subjects.result(plan.epoch), payload)
 
     def _observe(self, executed: Executed) -> None:

@@ -30,6 +30,7 @@ class Executed:
     entries: dict[str, list[TokenEntry]]
     finished: list[Slot] = field(default_factory=list)
     fault: str = ""
+    skipped: bool = False  # with ``fault``: it did not run, since an earlier step had failed
 
 
 @dataclass(slots=True)
@@ -53,6 +54,7 @@ class StepLoop:
         self.executing_since_ns = 0
         self.last_step = 0
         self.num_slots = 0  # sequences that have not ended
+        self._broken = False  # a step failed: no plan runs until a reset
 
     def start(self) -> None:
         self._thread.start()
@@ -81,8 +83,14 @@ class StepLoop:
             if isinstance(item, _ResetBatch):
                 self._batch.clear()
                 self.num_slots = 0
+                self._broken = False
                 continue
             if not self._is_current(item):
+                continue
+            if self._broken:
+                self._deliver(
+                    _failed(item, "the batch was lost in an earlier step; a reset must come first", skipped=True)
+                )
                 continue
             waited_us = (time.perf_counter_ns() - free_since) // 1000
             self._deliver(self._execute(item, waited_us))
@@ -105,8 +113,8 @@ class StepLoop:
             log.exception("step %d failed", plan.step)
             batch.clear()
             self.executing = self.num_slots = 0
-            reason = f"{type(error).__name__}: {error}"
-            return Executed(plan, StepResult(plan.epoch, plan.worker, plan.incarnation, plan.step, []), {}, [], reason)
+            self._broken = True
+            return _failed(plan, f"{type(error).__name__}: {error}")
         ended_ns = time.time_ns()
         grouped: dict[str, list[TokenEntry]] = {}
         finished: list[Slot] = []
@@ -134,3 +142,8 @@ class StepLoop:
             wait_us=waited_us,
         )
         return Executed(plan, result, grouped, finished)
+
+
+def _failed(plan: StepPlan, reason: str, skipped: bool = False) -> Executed:
+    nothing = StepResult(plan.epoch, plan.worker, plan.incarnation, plan.step, [])
+    return Executed(plan, nothing, {}, [], reason, skipped)

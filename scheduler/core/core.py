@@ -75,10 +75,18 @@ class SchedulerCore:
 
     # --- workers ----------------------------------------------------------------------------------------------------
 
-    def worker_up(self, name: str, incarnation: int, capacity: Capacity, now: int) -> list[CoreEvent]:
-        """A worker (or a new incarnation of one) is ready with an empty batch. Plans for it start at step 1."""
+    def worker_up(
+        self, name: str, incarnation: int, capacity: Capacity, now: int, first_step: int = 1
+    ) -> list[CoreEvent]:
+        """A worker (or a new incarnation of one) is ready with an empty batch. Its next plan is ``first_step``.
+
+        After a fault the same incarnation goes on with a step that it has never seen, so that a kept result of the
+        lost batch can't be taken for one of the new batch.
+        """
         events = self.worker_lost(name, "its worker restarted", now) if name in self.workers else []
-        self.workers[name] = WorkerState(name, incarnation, capacity, BlockPool(capacity.num_blocks))
+        self.workers[name] = WorkerState(
+            name, incarnation, capacity, BlockPool(capacity.num_blocks), next_step=first_step
+        )
         self._models.setdefault(capacity.model, _Model()).without_worker_since_ns = 0
         return events
 

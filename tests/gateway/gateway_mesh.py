@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+from in_process_bus import InProcessBus
 
 from gateway.answering import Gateway
 from gateway.config import GatewayConfig
@@ -23,7 +24,6 @@ from gateway.metrics import GatewayMetrics
 from gateway.service import listen, run_gateway
 from gateway.tokenizer import PromptTokenizer
 from observability.tracing import Tracing
-from shared.bus import BusTimeout, Handler, NoResponder, PayloadTooLarge
 from shared.messages import (
     Cancel,
     GatewayBeat,
@@ -57,64 +57,6 @@ def pseudo_random(submit: Submit, choice: int, position: int) -> int:
     ) % 2**64
     key = (key * 0x9E3779B97F4A7C15) % 2**64
     return 3 + (key >> 33) % (296 - 3)
-
-
-class InProcessBus:
-    """The bus port within one event loop: delivers on later iterations, in order."""
-
-    def __init__(self, max_payload: int = 1 << 20) -> None:
-        self.max_payload = max_payload
-        self.down = False
-        self.published: list[tuple[str, bytes]] = []
-        self._subscriptions: list[tuple[str, Handler]] = []
-        self._replies: dict[str, asyncio.Future[bytes]] = {}
-        self._inboxes = itertools.count()
-
-    async def publish(self, subject: str, payload: bytes) -> None:
-        if len(payload) > self.max_payload:
-            raise PayloadTooLarge(f"{len(payload)} bytes")
-        self.published.append((subject, payload))
-        if subject in self._replies:
-            future = self._replies.pop(subject)
-            if not future.done():
-                future.set_result(payload)
-            return
-        self._deliver(subject, payload, "")
-
-    async def request(self, subject: str, payload: bytes, timeout_s: float) -> bytes:
-        if len(payload) > self.max_payload:
-            raise PayloadTooLarge(f"{len(payload)} bytes")
-        inbox = f"_INBOX.{next(self._inboxes)}"
-        future = asyncio.get_running_loop().create_future()
-        self._replies[inbox] = future
-        if not self._deliver(subject, payload, inbox):
-            raise NoResponder(subject)
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await future
-        except TimeoutError:
-            raise BusTimeout(subject) from None
-
-    async def subscribe(self, subject: str, handler: Handler) -> Any:
-        self._subscriptions.append((subject, handler))
-        return contextlib.nullcontext()
-
-    async def flush(self) -> None: ...
-
-    async def close(self) -> None: ...
-
-    def _deliver(self, subject: str, payload: bytes, reply: str) -> bool:
-        handlers = [handler for pattern, handler in self._subscriptions if _matches(pattern, subject)]
-        if self.down:
-            return False
-        for handler in handlers:
-            asyncio.get_running_loop().call_soon(handler, payload, reply)
-        return bool(handlers)
-
-
-def _matches(pattern: str, subject: str) -> bool:
-    parts, wanted = subject.split("."), pattern.split(".")
-    return len(parts) == len(wanted) and all(want in ("*", part) for part, want in zip(parts, wanted, strict=True))
 
 
 @dataclasses.dataclass

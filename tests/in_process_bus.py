@@ -1,0 +1,72 @@
+"""The bus port within one event loop: delivers on later iterations, in order, and can lose messages."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+from shared.bus import BusTimeout, Handler, NoResponder, PayloadTooLarge
+
+
+class InProcessBus:
+    """``lose(subject, payload)`` says which messages vanish; ``published`` holds every one, lost or not."""
+
+    def __init__(self, max_payload: int = 1 << 20) -> None:
+        self.max_payload = max_payload
+        self.down = False
+        self.lose: Callable[[str, bytes], bool] = lambda subject, payload: False
+        self.published: list[tuple[str, bytes]] = []
+        self._subscriptions: list[tuple[str, Handler]] = []
+        self._replies: dict[str, asyncio.Future[bytes]] = {}
+        self._inboxes = itertools.count()
+
+    async def publish(self, subject: str, payload: bytes) -> None:
+        if len(payload) > self.max_payload:
+            raise PayloadTooLarge(f"{len(payload)} bytes")
+        self.published.append((subject, payload))
+        if subject in self._replies:
+            future = self._replies.pop(subject)
+            if not future.done():
+                future.set_result(payload)
+            return
+        self._deliver(subject, payload, "")
+
+    async def request(self, subject: str, payload: bytes, timeout_s: float) -> bytes:
+        if len(payload) > self.max_payload:
+            raise PayloadTooLarge(f"{len(payload)} bytes")
+        inbox = f"_INBOX.{next(self._inboxes)}"
+        future = asyncio.get_running_loop().create_future()
+        self._replies[inbox] = future
+        if not self._deliver(subject, payload, inbox):
+            raise NoResponder(subject)
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await future
+        except TimeoutError:
+            raise BusTimeout(subject) from None
+
+    async def subscribe(self, subject: str, handler: Handler) -> Any:
+        self._subscriptions.append((subject, handler))
+        return contextlib.nullcontext()
+
+    async def flush(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    def _deliver(self, subject: str, payload: bytes, reply: str) -> bool:
+        handlers = [handler for pattern, handler in self._subscriptions if _matches(pattern, subject)]
+        if self.down or self.lose(subject, payload):
+            return False
+        for handler in handlers:
+            asyncio.get_running_loop().call_soon(handler, payload, reply)
+        return bool(handlers)
+
+
+def _matches(pattern: str, subject: str) -> bool:
+    if pattern.endswith(".>"):
+        return subject.startswith(pattern[:-1])
+    parts, wanted = subject.split("."), pattern.split(".")
+    return len(parts) == len(wanted) and all(want in ("*", part) for part, want in zip(parts, wanted, strict=True))

@@ -1,0 +1,227 @@
+"""The scheduler's and worker's shells in one event loop, over a bus that loses messages: numbers repair it."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+
+import pytest
+from in_process_bus import InProcessBus
+from mesh_stack import until
+from prometheus_client import CollectorRegistry
+
+from observability.tracing import Tracing
+from scheduler import service as scheduler_service
+from scheduler.config import SchedulerConfig
+from scheduler.metrics import SchedulerMetrics
+from scheduler.service import SchedulerService
+from shared.messages import (
+    Capacity,
+    Outcome,
+    RequestEvent,
+    Reset,
+    Sampling,
+    StepPlan,
+    StepResult,
+    Submit,
+    SubmitReply,
+    TokenBatch,
+    WorkerFault,
+    decode,
+    encode,
+    pack_tokens,
+)
+from shared.subjects import Subjects
+from worker.batch import Batch, Step
+from worker.config import WorkerConfig
+from worker.metrics import WorkerMetrics
+from worker.service import WorkerService
+from worker.simulated import SimulatedRunner, StepTime, expected_tokens
+
+VOCAB = 997
+CAPACITY = Capacity("m", 4096, 4, 60, VOCAB, [])
+OFF = Tracing("test", "test", "", 0.0)
+
+
+class OneProcessMesh:
+    """A scheduler and a worker; tokens are collected as a gateway would, by offset."""
+
+    def __init__(self, bus: InProcessBus, runner: SimulatedRunner) -> None:
+        self.bus = bus
+        self.runner = runner
+        self.tokens: dict[str, list[int]] = {}
+        self.ends: dict[str, str] = {}
+        self.events: list[str] = []
+        self.metrics = SchedulerMetrics(CollectorRegistry())
+        self.worker_metrics = WorkerMetrics(CollectorRegistry())
+
+    def on_tokens(self, payload: bytes, _: str) -> None:
+        message = decode(payload)
+        assert isinstance(message, TokenBatch)
+        for entry in message.entries:
+            got = self.tokens.setdefault(entry.request_id, [])
+            got[entry.offset :] = entry.tokens
+            if entry.end:
+                self.ends[entry.request_id] = entry.end
+
+    def on_event(self, payload: bytes, _: str) -> None:
+        message = decode(payload)
+        assert isinstance(message, RequestEvent)
+        self.events.append(message.kind)
+
+    async def submit(self, name: str, max_tokens: int, seed: int) -> None:
+        submit = Submit(name, 1, "g", "m", pack_tokens(prompt(name)), Sampling(seed, max_tokens), seed)
+        reply = decode(await self.bus.request(Subjects().submit("m", 1), encode(submit), 5))
+        assert isinstance(reply, SubmitReply) and reply.outcome is Outcome.ACCEPTED
+
+
+def prompt(name: str) -> list[int]:
+    return [sum(name.encode()) % VOCAB, 3, 5]
+
+
+def run(
+    scenario: Callable[[OneProcessMesh], object], lose: Callable[[str, bytes], bool] = lambda subject, payload: False,
+    runner: SimulatedRunner | None = None,
+) -> OneProcessMesh:  # fmt: skip
+    async def body() -> OneProcessMesh:
+        bus = InProcessBus()
+        mesh = OneProcessMesh(bus, runner or SimulatedRunner(CAPACITY, StepTime(300.0)))
+        await bus.subscribe(Subjects().tokens("g"), mesh.on_tokens)
+        await bus.subscribe(Subjects().event("g"), mesh.on_event)
+        stop = asyncio.Event()
+        worker = WorkerService(WorkerConfig(), "w", 7, bus, bus, mesh.worker_metrics, OFF)
+        scheduler = SchedulerService(SchedulerConfig(max_num_seqs=4), "s", bus, bus, mesh.metrics, OFF)
+        async with asyncio.TaskGroup() as group:
+            await worker.listen()
+            group.create_task(worker.run(stop))
+            group.create_task(scheduler.run(stop))
+            worker.attach(mesh.runner)
+            await until(lambda: mesh.metrics.workers._value.get() or worker_known(bus), "the worker to be known")
+            bus.lose = lose
+            try:
+                await scenario(mesh)  # type: ignore[misc]
+            finally:
+                bus.lose = lambda subject, payload: False
+                stop.set()
+        return mesh
+
+    return asyncio.run(asyncio.wait_for(body(), 60))
+
+
+def worker_known(bus: InProcessBus) -> bool:
+    return any(isinstance(decode(payload), Reset) for subject, payload in bus.published if ".step." in subject)
+
+
+@pytest.fixture(autouse=True)
+def quick_resends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler_service, "RESEND_AFTER_S", 0.05)
+    monkeypatch.setattr("worker.service.BEAT_S", 0.05)
+
+
+async def ten_requests(mesh: OneProcessMesh) -> None:
+    for index in range(10):
+        await mesh.submit(f"r{index}", 20 + index, index)
+    await until(lambda: len(mesh.ends) == 10, "every end", 30)
+    for index in range(10):
+        name = f"r{index}"
+        assert mesh.tokens[name] == expected_tokens(prompt(name), index, 20 + index, VOCAB)
+
+
+def test_nothing_lost() -> None:
+    mesh = run(ten_requests)
+    assert mesh.metrics.resent_plans._value.get() == 0 and not mesh.events
+
+
+@pytest.mark.parametrize("kind", [StepPlan, StepResult])
+@pytest.mark.parametrize("every", [3, 7])
+def test_lost_plans_and_results_are_repaired(kind: type, every: int) -> None:
+    rng = random.Random(every)
+
+    def lose(subject: str, payload: bytes) -> bool:
+        return isinstance(decode(payload), kind) and rng.randrange(every) == 0
+
+    mesh = run(ten_requests, lose)
+    assert mesh.metrics.resent_plans._value.get() > 0 and not mesh.events
+
+
+def test_duplicates_change_nothing() -> None:
+    async def scenario(mesh: OneProcessMesh) -> None:
+        publish = mesh.bus.publish
+
+        async def twice(subject: str, payload: bytes) -> None:
+            await publish(subject, payload)
+            if ".step." in subject or ".result." in subject:
+                await publish(subject, payload)
+
+        mesh.bus.publish = twice  # type: ignore[method-assign]
+        await ten_requests(mesh)
+
+    assert not run(scenario).events
+
+
+class Faulty(SimulatedRunner):
+    """Fails its third step."""
+
+    steps = 0
+
+    def forward(self, batch: Batch, step: Step) -> list[int]:
+        self.steps += 1
+        if self.steps == 3:
+            raise RuntimeError("out of memory")
+        return super().forward(batch, step)
+
+
+def test_a_failed_step_loses_its_batch_and_the_worker_serves_on() -> None:
+    async def scenario(mesh: OneProcessMesh) -> None:
+        await mesh.submit("a", 20, 1)
+        await until(lambda: mesh.events, "the loss to be told")
+        await mesh.submit("b", 20, 2)
+        await until(lambda: "b" in mesh.ends, "the next request's end")
+        assert mesh.tokens["b"] == expected_tokens(prompt("b"), 2, 20, VOCAB)
+
+    mesh = run(scenario, runner=Faulty(CAPACITY, StepTime()))
+    assert mesh.events == ["lost"]
+    assert mesh.worker_metrics.faults._value.get() == 1
+    assert any(isinstance(decode(payload), WorkerFault) for _, payload in mesh.bus.published)
+
+
+def test_a_lost_fault_is_told_again() -> None:
+    lost: list[bytes] = []
+
+    def lose(_: str, payload: bytes) -> bool:
+        if isinstance(decode(payload), WorkerFault) and len(lost) < 2:
+            lost.append(payload)
+            return True
+        return False
+
+    async def scenario(mesh: OneProcessMesh) -> None:
+        await mesh.submit("a", 20, 1)
+        await until(lambda: mesh.events, "the loss to be told")
+
+    assert run(scenario, lose, Faulty(CAPACITY, StepTime())).events == ["lost"]
+
+
+def test_a_lost_reset_after_a_fault_does_not_mix_batches() -> None:
+    async def scenario(mesh: OneProcessMesh) -> None:
+        for index in range(3):
+            await mesh.submit(f"a{index}", 20, 1)
+        await until(lambda: len(mesh.events) >= 3, "the losses to be told")
+        await mesh.submit("b", 20, 2)
+        await until(lambda: "b" in mesh.ends or len(mesh.events) > 3, "the next request's end")
+        if "b" in mesh.ends:
+            assert mesh.tokens["b"] == expected_tokens(prompt("b"), 2, 20, VOCAB)
+        await mesh.submit("c", 20, 3)
+        await until(lambda: "c" in mesh.ends, "service to resume")
+        assert mesh.tokens["c"] == expected_tokens(prompt("c"), 3, 20, VOCAB)
+
+    resets: list[bytes] = []
+
+    def lose(_: str, payload: bytes) -> bool:
+        if isinstance(decode(payload), Reset) and not resets:
+            resets.append(payload)
+            return True
+        return False
+
+    run(scenario, lose, Faulty(CAPACITY, StepTime()))
+    assert resets
