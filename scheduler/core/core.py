@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from scheduler.core.admissible import judge
 from scheduler.core.blocks import BlockPool
 from scheduler.core.events import Applied, CoreEvent, Counters, Ended, Failed
 from scheduler.core.held_planner import HeldBatchPlanner
@@ -19,7 +20,6 @@ from scheduler.core.waiting import WaitingQueue
 from scheduler.core.worker_state import PlanInFlight, WorkerState
 from scheduler.policies.batching import BATCHING_POLICIES, BatchView
 from shared.messages import (
-    BadMessage,
     Capacity,
     EndReason,
     Outcome,
@@ -120,7 +120,13 @@ class SchedulerCore:
         known = self._requests.get(submit.request_id)
         if known is not None and submit.attempt <= known.attempt:
             return SubmitReply(Outcome.DUPLICATE, self.epoch)
-        outcome, reason, tokens = self._judge(submit)
+        model = self._models.get(submit.model)
+        capacities = None
+        if model is not None:
+            capacities = [
+                w.capacity for w in self.workers.values() if w.capacity.model == submit.model and not w.draining
+            ]
+        outcome, reason, tokens = judge(submit, capacities, len(model.queue) if model else 0, self.limits)
         if outcome is not Outcome.ACCEPTED:
             retry_ms = 1000 if outcome in (Outcome.QUEUE_FULL, Outcome.NO_WORKER) else 0
             return SubmitReply(outcome, self.epoch, reason, retry_after_ms=retry_ms)
@@ -288,47 +294,6 @@ class SchedulerCore:
         waited = now - head.submitted_ns if head is not None else 0
         return BatchView(len(worker.running) + len(worker.held), len(queue), waited, self.limits.max_num_seqs)
 
-    def _judge(self, submit: Submit) -> tuple[Outcome, str, list[int]]:
-        """Whether a request can be taken at all, with its prompt's tokens."""
-        model = self._models.get(submit.model)
-        if model is None:
-            return Outcome.UNKNOWN_MODEL, f"no worker has served the model {submit.model!r}", []
-        capacities = [w.capacity for w in self.workers.values() if w.capacity.model == submit.model and not w.draining]
-        if not capacities:
-            return Outcome.NO_WORKER, f"no live worker serves the model {submit.model!r}", []
-        try:
-            tokens = unpack_tokens(submit.prompt)
-            resumed = [unpack_tokens(packed) for packed in submit.resumed]
-        except BadMessage as error:
-            return Outcome.INVALID, str(error), []
-        vocab_size = min(capacity.vocab_size for capacity in capacities)
-        if not tokens or submit.n < 1 or submit.sampling.max_tokens < 1:
-            return Outcome.INVALID, "an empty prompt, n < 1 or max_tokens < 1", []
-        if max(tokens) >= vocab_size or any(max(more, default=0) >= vocab_size for more in resumed):
-            return Outcome.INVALID, f"a token id outside the model's vocabulary of {vocab_size}", []
-        if any(len(more) >= submit.sampling.max_tokens for more in resumed):
-            return Outcome.INVALID, "a resumed choice has max_tokens tokens already", []
-        total = len(tokens) + submit.sampling.max_tokens
-        longest = max(self.max_model_len(capacity) for capacity in capacities)
-        if total > longest:
-            return (
-                Outcome.TOO_LONG,
-                f"the prompt has {len(tokens)} tokens and max_tokens is {submit.sampling.max_tokens}: "
-                f"{total} is over the limit of {longest} tokens (max_model_len)",
-                [],
-            )
-        if not any(pages_for(total - 1, c.block_size) <= c.num_blocks for c in capacities):
-            return Outcome.NEVER_FITS, f"{total} tokens need more KV blocks than any worker's pool has", []
-        if len(model.queue) + submit.n > self.limits.max_num_queued_reqs:
-            return Outcome.QUEUE_FULL, f"{len(model.queue)} requests are waiting already", []
-        return Outcome.ACCEPTED, "", tokens
-
-    def max_model_len(self, capacity: Capacity) -> int:
-        """Longest prompt + output that a worker of this capacity is given."""
-        if self.limits.enable_chunked_prefill:
-            return capacity.max_model_len
-        return min(capacity.max_model_len, self.limits.max_num_batched_tokens)  # a prompt runs in one step or never
-
     def _defer(self, worker: WorkerState) -> bool:
         """Leave the head to a worker of the same model that runs fewer sequences and has room for it."""
         head = self._models[worker.capacity.model].queue.head
@@ -339,6 +304,7 @@ class SchedulerCore:
             and not other.draining
             and not other.preempted
             and len(other.running) < len(worker.running)
+            and other.can_hold(head)
             and pages_for(len(head.tokens), other.capacity.block_size) <= other.pool.num_free // 2
             for other in self.workers.values()
         )

@@ -143,7 +143,9 @@ class ContinuousPlanner:
         watermark = math.ceil(worker.pool.num_blocks * self._limits.admission_watermark)
         while (head := queue.head) is not None and len(worker.running) < self._limits.max_num_seqs:
             need = pages_for(len(head.tokens), block_size)
-            if need + (watermark if worker.running else 0) > worker.pool.num_free or defer(worker):
+            if not worker.can_hold(head) or defer(worker):
+                break  # another worker takes it
+            if need + (watermark if worker.running else 0) > worker.pool.num_free:
                 break
             if self._plan_is_full(head, draft):
                 break

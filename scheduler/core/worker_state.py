@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from scheduler.core.blocks import BlockPool
-from scheduler.core.sequence import Seniority, Sequence
+from scheduler.core.sequence import Seniority, Sequence, pages_for
 from shared.messages import Capacity
 
 
@@ -84,6 +84,12 @@ class WorkerState:
 
     def add_preempted(self, sequence: Sequence) -> None:
         insort(self.preempted, sequence, key=lambda item: item.seniority)
+
+    def can_hold(self, sequence: Sequence) -> bool:
+        """True if the sequence's worst case fits this worker when it is empty (workers of a model may differ)."""
+        total = sequence.worst_case_tokens + 1
+        blocks = pages_for(sequence.worst_case_tokens, self.capacity.block_size)
+        return total <= self.capacity.max_model_len and blocks <= self.pool.num_blocks
 
     @property
     def has_work(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from mesh_in_a_box import MS, Box, request
+from mesh_in_a_box import MS, Box, capacity, request
 
 from scheduler.core.core import BadResult, ResultGap
 from scheduler.core.events import Ended, Failed, Preempted
@@ -354,6 +354,15 @@ def test_two_workers_share_the_load() -> None:
     box.run()
     box.assert_tokens_right()
     box.assert_idle()
+
+
+def test_a_request_goes_to_a_worker_that_can_hold_its_worst_case() -> None:
+    box = Box(num_blocks=6)  # 24 tokens
+    box.add_worker("big", capacity(num_blocks=40))
+    box.submit(request("long", prompt_len=20, max_tokens=60))
+    box.run()
+    assert [plan.worker for plan in box.plans if plan.starts] == ["big"]
+    box.assert_tokens_right()
 
 
 def test_a_draining_worker_admits_nothing_and_finishes_what_it_has() -> None:

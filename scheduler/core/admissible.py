@@ -1,0 +1,53 @@
+"""Whether a request can be taken at all: judged once, at submit, so that nothing hopeless ever waits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from scheduler.core.limits import Limits
+from scheduler.core.sequence import pages_for
+from shared.messages import BadMessage, Capacity, Outcome, Submit, unpack_tokens
+
+
+def max_model_len(capacity: Capacity, limits: Limits) -> int:
+    """Longest prompt + output that a worker of this capacity is given, in tokens."""
+    if limits.enable_chunked_prefill:
+        return capacity.max_model_len
+    return min(capacity.max_model_len, limits.max_num_batched_tokens)  # a prompt runs in one step or never
+
+
+def judge(
+    submit: Submit, capacities: Sequence[Capacity] | None, num_waiting: int, limits: Limits
+) -> tuple[Outcome, str, list[int]]:
+    """(outcome, reason, prompt tokens). ``capacities`` are those of the model's live workers; None: no such model.
+
+    A request whose worst case, prompt + max_tokens - 1 KV entries, exceeds every pool is refused: it would hang alone,
+    later.
+    """
+    if capacities is None:
+        return Outcome.UNKNOWN_MODEL, f"no worker has served the model {submit.model!r}", []
+    if not capacities:
+        return Outcome.NO_WORKER, f"no live worker serves the model {submit.model!r}", []
+    try:
+        tokens = unpack_tokens(submit.prompt)
+        resumed = [unpack_tokens(packed) for packed in submit.resumed]
+    except BadMessage as error:
+        return Outcome.INVALID, str(error), []
+    sampling = submit.sampling
+    vocab_size = min(capacity.vocab_size for capacity in capacities)
+    if not tokens or submit.n < 1 or sampling.max_tokens < 1:
+        return Outcome.INVALID, "an empty prompt, n < 1 or max_tokens < 1", []
+    if max(tokens) >= vocab_size or any(max(more, default=0) >= vocab_size for more in resumed):
+        return Outcome.INVALID, f"a token id outside the model's vocabulary of {vocab_size}", []
+    if any(len(more) >= sampling.max_tokens for more in resumed):
+        return Outcome.INVALID, "a resumed choice has max_tokens tokens already", []
+    total = len(tokens) + sampling.max_tokens
+    longest = max(max_model_len(capacity, limits) for capacity in capacities)
+    if total > longest:
+        asked = f"the prompt has {len(tokens)} tokens and max_tokens is {sampling.max_tokens}"
+        return Outcome.TOO_LONG, f"{asked}: {total} is over the limit of {longest} tokens (max_model_len)", []
+    if not any(total <= c.max_model_len and pages_for(total - 1, c.block_size) <= c.num_blocks for c in capacities):
+        return Outcome.NEVER_FITS, f"{total} tokens need more KV blocks than any worker's pool has", []
+    if num_waiting + submit.n > limits.max_num_queued_reqs:
+        return Outcome.QUEUE_FULL, f"{num_waiting} requests are waiting already", []
+    return Outcome.ACCEPTED, "", tokens

@@ -1,0 +1,142 @@
+"""When plans are sent: the next one at the predicted end of the running step, and again if its result stays out."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from scheduler.core.core import SchedulerCore
+from scheduler.core.events import CoreEvent
+from scheduler.metrics import SchedulerMetrics
+from scheduler.step_time import StepTimePredictor
+from shared.messages import StepPlan, StepResult, encode
+from shared.subjects import Subjects
+
+MARGIN_S = 0.002
+MARGIN_SHARE = 0.2
+"""How long before a step's predicted end the next plan leaves: the larger of the two."""
+
+
+@dataclass(slots=True)
+class WorkerLink:
+    """What the shell keeps of a worker: plans whose results are missing, and when the next plan is due."""
+
+    incarnation: int
+    seen: float  # monotonic s
+    predictor: StepTimePredictor = field(default_factory=StepTimePredictor)
+    sent: deque[tuple[int, int, bytes]] = field(default_factory=deque)  # (step, tokens, payload)
+    step_began: float = 0.0  # when the oldest plan in flight is thought to have begun
+    sent_at: float = 0.0
+    timer: asyncio.TimerHandle | None = None
+
+    def close(self) -> None:
+        if self.timer is not None:
+            self.timer.cancel()
+
+    def awaits(self, step: int) -> bool:
+        """True if the result of ``step`` is still out."""
+        return any(number == step for number, _, _ in self.sent)
+
+
+class PlanSender:
+    """Owns the links to the workers. ``carry_out`` gets the events that planning brings."""
+
+    def __init__(
+        self, core: SchedulerCore, run_ahead: int, subjects: Subjects, post: Callable[[str, bytes], None],
+        metrics: SchedulerMetrics, carry_out: Callable[[Iterable[CoreEvent]], None],
+    ) -> None:  # fmt: skip
+        self._core = core
+        self._run_ahead = run_ahead
+        self._subjects = subjects
+        self._post = post
+        self._metrics = metrics
+        self._carry_out = carry_out
+        self._loop = asyncio.get_running_loop()
+        self.links: dict[str, WorkerLink] = {}
+        self.closed = False
+
+    def close(self) -> None:
+        """Send nothing more."""
+        self.closed = True
+        for link in self.links.values():
+            link.close()
+
+    def forget(self, worker: str) -> None:
+        link = self.links.pop(worker, None)
+        if link is not None:
+            link.close()
+
+    def settle(self, link: WorkerLink, result: StepResult) -> None:
+        """A result was applied: its plan need not be kept, and the next step begins about now."""
+        link.seen = link.sent_at = link.step_began = time.monotonic()
+        while link.sent and link.sent[0][0] <= result.step:
+            link.sent.popleft()
+        if result.rows:
+            link.predictor.observe(result.rows, result.forward_us)
+
+    def pump_all(self) -> None:
+        for worker in list(self.links):
+            self.pump(worker)
+
+    def pump(self, worker: str) -> None:
+        """Send the worker what it should have now, and set the timer for what it should have later.
+
+        With nothing in flight a plan goes out at once. The plan after the one that runs goes out at the predicted end
+        of that step less a margin: earlier would keep a newcomer out of it, later would leave the worker idle.
+        """
+        link = self.links.get(worker)
+        if link is None or self.closed:
+            return
+        if not link.sent and not self._send_plan(worker, link):
+            self._wake_later(worker, link)
+            return
+        if link.timer is None and len(link.sent) < self._run_ahead:
+            tokens = link.sent[0][1]
+            predicted_s = link.predictor.predict_us(tokens) / 1e6
+            due = link.step_began + predicted_s - max(MARGIN_S, MARGIN_SHARE * predicted_s)
+            link.timer = self._loop.call_later(max(0.0, due - time.monotonic()), self._on_timer, worker)
+
+    def _on_timer(self, worker: str) -> None:
+        link = self.links.get(worker)
+        if link is None:
+            return
+        link.timer = None
+        if len(link.sent) < self._run_ahead and self._send_plan(worker, link):
+            self.pump(worker)
+
+    def _wake_later(self, worker: str, link: WorkerLink) -> None:
+        now = time.monotonic_ns()
+        wake = self._core.wake_at(worker, now)
+        if wake is not None and link.timer is None:
+            link.timer = self._loop.call_later((wake - now) / 1e9, self._on_timer, worker)
+
+    def _send_plan(self, worker: str, link: WorkerLink) -> bool:
+        began = time.perf_counter_ns()
+        plan, events = self._core.plan(worker, time.monotonic_ns())
+        self._metrics.plan_seconds.observe((time.perf_counter_ns() - began) / 1e9)
+        self._carry_out(events)
+        if plan is None:
+            return False
+        payload = encode(plan)
+        if not link.sent:
+            link.step_began = link.sent_at = time.monotonic()
+        link.sent.append((plan.step, _rows(plan), payload))
+        self._post(self._subjects.step(worker), payload)
+        return True
+
+    def resend(self, worker: str, step: int) -> None:
+        """Send the plans from ``step`` on again. A request for what has been answered already is stale: ignored."""
+        link = self.links.get(worker)
+        if link is None or not link.awaits(step):
+            return
+        for number, _, payload in link.sent:
+            if number >= step:
+                self._metrics.resent_plans.inc()
+                self._post(self._subjects.step(worker), payload)
+
+
+def _rows(plan: StepPlan) -> int:
+    return len(plan.decodes) + sum(count for _, count in plan.chunks) + sum(count for _, count in plan.padding)
