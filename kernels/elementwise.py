@@ -1,7 +1,8 @@
 """Elementwise functions whose result for a number does not depend on where in the tensor it stands.
 
 On a CPU, torch computes exp, tanh, silu, cos... of contiguous tensors in vectors, and what is left over at the end of
-each thread's share by scalar code, which rounds differently in the last bit. So shares must be whole numbers of vectors.
+each thread's share by scalar code, which rounds differently in the last bit. So shares must be whole numbers of
+vectors.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ def _filter_sorted(scores: torch.Tensor, rows: Sequence[Sampling], top_k: Sequen
     logprobs = torch.log_softmax(scores.index_select(0, index), dim=-1)
     for complete in (False, True):
         values = torch.sort(logprobs, dim=-1, descending=True).values if complete else _largest(logprobs)
-        mass = values.to(torch.float64).exp_().cumsum(dim=-1)  # in falling order: a prefix keeps its bits when cut
+        mass = values.to(torch.float64).exp().cumsum(dim=-1)  # in falling order: a prefix keeps its bits when cut
         keep = _count_kept(mass, [rows[n].top_p for n in todo], [top_k[n] for n in todo], complete)
         left = []
         for place, (number, count) in enumerate(zip(todo, keep, strict=True)):

@@ -39,6 +39,7 @@ class SampleRow:
         return self.sampling.seed, self.prompt_index, self.choice, self.position
 
 
+@torch.inference_mode()
 def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[int]:
     """One token id per row of ``logits`` ``[rows, vocabulary]`` (any float type; may be changed in place).
 
