@@ -127,14 +127,15 @@ class SlotStart(Message, frozen=True):
     prompt_index: int = 0
     traceparent: str = ""
     computed: int = 0  # leading tokens whose KV is already in the pages (prefix cache)
+    parent: int = -1  # fork: the slot whose tokens, block table and last logits of this step it shares
 
 
 class StepPlan(Message, frozen=True, tag="plan"):
     """What one iteration does, as a delta on the worker's persistent batch.
 
-    Order of execution: drops, copies, starts, page appends, then one forward pass over decodes, chunks and padding.
-    Rows are sampled for every decode, then for every chunk that reaches the end of its sequence's tokens, in
-    plan order.
+    Order of execution: drops, copies (one after the other), starts, page appends and replacements, then one forward
+    pass over decodes, chunks and padding. Tokens are sampled for every decode, then for every chunk that reaches the
+    end of its sequence's tokens, then for every fork (from its parent's logits), in plan order.
     """
 
     epoch: int
@@ -149,6 +150,7 @@ class StepPlan(Message, frozen=True, tag="plan"):
     padding: list[tuple[int, int]] = []  # (slot, rows computed and thrown away): the static and dynamic baselines only
     copies: list[tuple[int, int]] = []  # (source page, target page), before anything is written
     backlog: bool = False  # work was in hand when the previous step ended: an idle gap before this step counts
+    replaces: list[tuple[int, int, int]] = []  # (slot, index in its block table, page): copy-on-write
 
 
 class Reset(Message, frozen=True, tag="reset"):

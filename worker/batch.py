@@ -67,6 +67,7 @@ class Step:
     """What one forward pass runs."""
 
     rows: list[Row]
+    forks: list[tuple[Row, Slot]] = field(default_factory=list)  # a slot that samples from the logits of another's row
     copies: list[tuple[int, int]] = field(default_factory=list)
 
     @property
@@ -94,6 +95,8 @@ class Batch:
             self.slots.pop(index, None)
         for start in plan.starts:
             self._start(start)
+        for index, place, page in plan.replaces:
+            self._replace_page(self._slot(index), place, page)
         for index, pages in plan.pages:
             self._append_pages(self._slot(index), pages)
         rows: list[Row] = []
@@ -108,7 +111,7 @@ class Batch:
         for index, count in plan.padding:
             slot = self._slot(index)
             rows.append(Row(slot, max(1, slot.computed), count, sample=False, padding=True))
-        return Step(rows, list(plan.copies))
+        return Step(rows, self._forks(plan, rows), list(plan.copies))
 
     def settle(
         self, plan: StepPlan, sampled: list[int]
@@ -118,7 +121,9 @@ class Batch:
         ended: list[tuple[int, str]] = []
         entries: list[tuple[Slot, TokenEntry]] = []
         cursor = 0
-        for index, count in [(index, 1) for index in plan.decodes] + list(plan.chunks):
+        runs = [(index, 1) for index in plan.decodes] + list(plan.chunks)
+        runs += [(start.slot, 0) for start in plan.starts if start.parent >= 0]
+        for index, count in runs:
             slot = self._slot(index)
             if slot.ended:
                 results.append(-1)
@@ -173,6 +178,7 @@ class Batch:
             raise PlanError(f"slot {start.slot} is taken")
         while start.slot >= len(self.tables):
             self.tables = np.concatenate([self.tables, np.zeros_like(self.tables)])
+        parent = self._slot(start.parent) if start.parent >= 0 else None
         slot = Slot(
             index=start.slot,
             request_id=start.request_id,
@@ -183,12 +189,28 @@ class Batch:
             prompt_index=start.prompt_index,
             traceparent=start.traceparent,
             prompt_len=start.prompt_len,
-            tokens=unpack_tokens(start.tokens),
+            tokens=unpack_tokens(start.tokens) if parent is None else list(parent.tokens),
             computed=start.computed,
             num_pages=0,
         )
-        self._append_pages(slot, start.pages)
+        table = start.pages if parent is None else self.tables[parent.index, : parent.num_pages].tolist()
+        self._append_pages(slot, table)
         self.slots[start.slot] = slot
+
+    def _forks(self, plan: StepPlan, rows: list[Row]) -> list[tuple[Row, Slot]]:
+        forks = []
+        ends = {row.slot.index: row for row in rows if row.sample}
+        for start in plan.starts:
+            if start.parent >= 0:
+                if start.parent not in ends or start.computed != len(self._slot(start.slot).tokens):
+                    raise PlanError(f"slot {start.slot} forks from {start.parent}, whose prompt does not end here")
+                forks.append((ends[start.parent], self._slot(start.slot)))
+        return forks
+
+    def _replace_page(self, slot: Slot, place: int, page: int) -> None:
+        if not (0 <= place < slot.num_pages and SCRATCH_PAGE < page <= self.num_blocks):
+            raise PlanError(f"slot {slot.index}: page {page} for place {place} of {slot.num_pages}")
+        self.tables[slot.index, place] = page
 
     def _append_pages(self, slot: Slot, pages: list[int]) -> None:
         end = slot.num_pages + len(pages)

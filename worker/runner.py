@@ -17,8 +17,8 @@ class Runner(Protocol):
     def forward(self, batch: Batch, step: Step) -> list[int]:
         """Execute ``step.copies``, then one forward pass over ``step.rows``.
 
-        Returns one sampled token id for each row with ``sample``, in row order. The noise of a sampled token depends
-        only on (sampling.seed, slot.prompt_index, slot.choice, its position in the sequence). Raises on a model fault;
-        the batch is then lost.
+        Returns one sampled token id for each row with ``sample``, in row order, then one for each of ``step.forks``
+        (from the logits of its row). The noise of a sampled token depends only on (sampling.seed, slot.prompt_index,
+        slot.choice, its position in the sequence). Raises on a model fault; the batch is then lost.
         """
         ...

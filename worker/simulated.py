@@ -73,6 +73,7 @@ class SimulatedRunner:
             self._kv[target] = self._kv[source]
             self.kv_bytes_copied += self._kv[target].nbytes
         sampled: list[int] = []
+        ends: dict[int, int] = {}
         for row in step.rows:
             if row.padding:
                 self._kv[SCRATCH_PAGE, 0] = 0
@@ -80,6 +81,9 @@ class SimulatedRunner:
             state = self._write(batch, row.slot, row.start, row.count)
             if row.sample:
                 sampled.append(self._sample(batch, row.slot, state, row.start + row.count))
+                ends[row.slot.index] = state
+        for row, slot in step.forks:
+            sampled.append(self._sample(batch, slot, ends[row.slot.index], row.start + row.count))
         left = self._step_time.seconds(step.num_tokens) - (time.monotonic() - began)
         if left > 0:
             time.sleep(left)  # this is the model: the step takes as long as the device would

@@ -18,7 +18,7 @@ from shared.config import ConfigError, size_bytes
 from shared.lifecycle import StartupError
 from shared.messages import Capacity
 from worker.attention import PagedPass, answering
-from worker.batch import SCRATCH_PAGE, Batch, Row, Step
+from worker.batch import SCRATCH_PAGE, Batch, Row, Slot, Step
 from worker.config import WorkerConfig
 from worker.kv_cache import KVCache, PoolSize, budget_bytes, bytes_per_token, pool_size
 from worker.linear import MIN_ROWS
@@ -99,7 +99,15 @@ class TorchRunner:
             return []
         rows = [row for row in step.rows if row.sample]
         logits = self.logits(batch, step.rows)
-        return sample(logits, [self._sample_row(row) for row in rows]) if rows else []
+        if not rows:
+            return []
+        wanted = [self._sample_row(row, row.slot) for row in rows]
+        if step.forks:
+            place = {id(row): index for index, row in enumerate(rows)}
+            more = torch.tensor([place[id(row)] for row, _ in step.forks], device=logits.device)
+            logits = torch.cat([logits, logits.index_select(0, more)])
+            wanted += [self._sample_row(row, slot) for row, slot in step.forks]
+        return sample(logits, wanted)
 
     def logits(self, batch: Batch, rows: Sequence[Row]) -> torch.Tensor:
         """One forward pass; the logits ``[sampling rows, vocab_size]``, in row order."""
@@ -131,8 +139,7 @@ class TorchRunner:
                 wanted = np.concatenate([keep, np.repeat(keep[-1:], filled - count)])
                 return model.logits(token_ids, position_ids, torch.from_numpy(wanted).to(model.device))[:count]
 
-    def _sample_row(self, row: Row) -> SampleRow:
-        slot = row.slot
+    def _sample_row(self, row: Row, slot: Slot) -> SampleRow:
         position = row.start + row.count
         banned: tuple[int, ...] = ()
         if position - slot.prompt_len < slot.sampling.min_tokens:

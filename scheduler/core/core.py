@@ -70,6 +70,8 @@ class SchedulerCore:
         self._models: dict[str, _Model] = {}
         self._requests: dict[str, _Request] = {}
         self._tombstones: dict[tuple[str, int], int] = {}  # (request, attempt) cancelled before its submit -> when
+        self._created = 0  # sequences
+        self._ended_waiting = 0  # of those, ended without having been admitted
         self._continuous = ContinuousPlanner(limits, self.counters)
         self._held = HeldBatchPlanner(limits, self.counters)
 
@@ -84,8 +86,9 @@ class SchedulerCore:
         lost batch can't be taken for one of the new batch.
         """
         events = self.worker_lost(name, "its worker restarted", now) if name in self.workers else []
+        caching = self.limits.enable_prefix_caching and not self.policy.holds_batch
         self.workers[name] = WorkerState(
-            name, incarnation, capacity, BlockPool(capacity.num_blocks), next_step=first_step
+            name, incarnation, capacity, BlockPool(capacity.num_blocks), next_step=first_step, prefix_caching=caching
         )
         self._models.setdefault(capacity.model, _Model()).without_worker_since_ns = 0
         return events
@@ -100,9 +103,11 @@ class SchedulerCore:
             if sequence.status is Status.HELD:
                 sequence.become(Status.ENDED)
             else:
-                self._end(sequence, EndReason.FAILED.value, now)
-                self.counters.failed += 1
-                events.append(Failed(sequence, "lost", reason, now))
+                for lost in (sequence, *sequence.children):
+                    self._end(lost, EndReason.FAILED.value, now)
+                    self.counters.failed += 1
+                    events.append(Failed(lost, "lost", reason, now))
+                sequence.children = []
         model = worker.capacity.model
         if not any(other.capacity.model == model for other in self.workers.values()):
             self._models[model].without_worker_since_ns = now
@@ -126,7 +131,7 @@ class SchedulerCore:
             capacities = [
                 w.capacity for w in self.workers.values() if w.capacity.model == submit.model and not w.draining
             ]
-        outcome, reason, tokens = judge(submit, capacities, len(model.queue) if model else 0, self.limits)
+        outcome, reason, tokens = judge(submit, capacities, self.num_waiting, self.limits)
         if outcome is not Outcome.ACCEPTED:
             retry_ms = 1000 if outcome in (Outcome.QUEUE_FULL, Outcome.NO_WORKER) else 0
             return SubmitReply(outcome, self.epoch, reason, retry_after_ms=retry_ms)
@@ -142,13 +147,13 @@ class SchedulerCore:
             sequences.append(Sequence(submit, choice, tokens + resumed, len(tokens), seniority, now))
         self._requests[submit.request_id] = _Request(submit.attempt, sequences, len(sequences))
         self.counters.submitted += 1
+        self._created += len(sequences)
         if self._tombstones.pop((submit.request_id, submit.attempt), None) is not None:
             for sequence in sequences:  # its cancel overtook it
                 self._end(sequence, EndReason.CANCELLED.value, now)
                 self.counters.cancelled += 1
             return SubmitReply(Outcome.ACCEPTED, self.epoch)
-        for sequence in sequences:
-            queue.push(sequence)
+        self._enqueue(sequences, queue)
         position = queue.position(sequences[0]) if sequences else 0
         return SubmitReply(Outcome.ACCEPTED, self.epoch, queue_position=position)
 
@@ -236,11 +241,13 @@ class SchedulerCore:
         for model in self._models.values():
             since = model.without_worker_since_ns
             if since and len(model.queue) and now - since > self.limits.no_worker_grace_ns:
-                for sequence in list(model.queue):
-                    model.queue.remove(sequence)
-                    self._end(sequence, EndReason.FAILED.value, now)
-                    self.counters.failed += 1
-                    events.append(Failed(sequence, "failed", "no worker serves the model any more", now))
+                for head in list(model.queue):
+                    model.queue.remove(head)
+                    for sequence in (head, *head.children):
+                        self._end(sequence, EndReason.FAILED.value, now)
+                        self.counters.failed += 1
+                        events.append(Failed(sequence, "failed", "no worker serves the model any more", now))
+                    head.children = []
         return events
 
     def wake_at(self, worker_name: str, now: int) -> int | None:
@@ -255,7 +262,8 @@ class SchedulerCore:
 
     @property
     def num_waiting(self) -> int:
-        return sum(len(model.queue) for model in self._models.values())
+        """Waiting sequences, with the choices that will fork from one that waits or is being prefilled."""
+        return self._created - self.counters.admitted - self._ended_waiting
 
     @property
     def num_running(self) -> int:
@@ -282,10 +290,13 @@ class SchedulerCore:
                 assert sequence.scheduled <= len(sequence.pages) * worker.capacity.block_size
             for sequence in worker.preempted:
                 assert sequence.status in (Status.SETTLING, Status.PREEMPTED) and not sequence.pages
+        waiting = 0
         for request in self._requests.values():
+            waiting += sum(s.status is Status.WAITING for s in request.sequences)
             assert request.live == sum(s.status not in (Status.ENDED, Status.HELD) for s in request.sequences)
         for model in self._models.values():
             assert all(sequence.status is Status.WAITING for sequence in model.queue)
+        assert waiting == self.num_waiting
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
@@ -324,6 +335,9 @@ class SchedulerCore:
                 continue
             sequence.tokens.append(token)
             new_tokens += 1
+            computed = len(sequence.tokens) - 1
+            if computed % worker.capacity.block_size == 0 and sequence.status is Status.RUNNING:
+                worker.register(sequence, computed)
             if not sequence.first_token_ns:
                 sequence.first_token_ns = now
             if slot in reasons:
@@ -362,10 +376,28 @@ class SchedulerCore:
         worker.held.clear()
         worker.static_columns = None
 
+    def _enqueue(self, sequences: list[Sequence], queue: WaitingQueue) -> None:
+        """Choices of one fresh prompt fork from the first one; held batches and resumed choices run on their own."""
+        same = all(len(sequence.tokens) == sequence.prompt_len for sequence in sequences)
+        if len(sequences) > 1 and same and not self.policy.holds_batch:
+            sequences[0].children = sequences[1:]
+            sequences = sequences[:1]
+        for sequence in sequences:
+            queue.push(sequence)
+
     def _leave(self, sequence: Sequence) -> None:
         """Take a live sequence out of wherever it is; a slot it has is dropped by the next plan."""
+        queue = self._models[sequence.submit.model].queue
+        if sequence.children:  # it has not forked yet: the next choice takes its place
+            heir, *rest = sequence.children
+            heir.children, sequence.children = rest, []
+            queue.push(heir)
         if sequence.status is Status.WAITING:
-            self._models[sequence.submit.model].queue.remove(sequence)
+            for other in self._requests[sequence.request_id].sequences:
+                if sequence in other.children:
+                    other.children.remove(sequence)
+                    return
+            queue.remove(sequence)
             return
         worker = self.workers[sequence.worker]
         if sequence.status is Status.RUNNING:
@@ -380,6 +412,7 @@ class SchedulerCore:
             worker.preempted.remove(sequence)
 
     def _end(self, sequence: Sequence, reason: str, now: int, status: Status = Status.ENDED) -> None:
+        self._ended_waiting += sequence.status is Status.WAITING
         sequence.become(status)
         sequence.end_reason = reason
         request = self._requests[sequence.request_id]

@@ -21,6 +21,9 @@ class PlanDraft:
         self._decodes: list[int] = []
         self._chunks: list[tuple[int, int]] = []
         self._padding: list[tuple[int, int]] = []
+        self._copies: list[tuple[int, int]] = []
+        self._replaces: list[tuple[int, int, int]] = []
+        self._forked: list[tuple[int, Sequence]] = []
         self._sampled_decodes: list[tuple[int, Sequence]] = []
         self._sampled_chunks: list[tuple[int, Sequence]] = []
         self._ran: list[Sequence] = []
@@ -48,8 +51,31 @@ class PlanDraft:
                 sampling=submit.sampling,
                 prompt_index=submit.prompt_index,
                 traceparent=submit.traceparent,
+                computed=sequence.scheduled,
             )
         )
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """``child`` joins with the parent's tokens and pages, and samples from the logits that end its prompt."""
+        submit = child.submit
+        child.scheduled = parent.scheduled
+        child.pending = 1
+        child.in_flight = 1
+        self._counters.forks += 1
+        self._starts.append(
+            SlotStart(
+                child.slot, submit.request_id, submit.attempt, child.choice, submit.gateway, b"", child.prompt_len, [],
+                submit.sampling, submit.prompt_index, submit.traceparent, child.scheduled, parent.slot,
+            )
+        )  # fmt: skip
+        self._forked.append((child.slot, child))
+        self._ran.append(child)
+
+    def replace_page(self, sequence: Sequence, index: int, page: int) -> None:
+        """Copy a shared page of the sequence before it is written to."""
+        self._copies.append((sequence.pages[index], page))
+        self._replaces.append((sequence.slot, index, page))
+        self._counters.page_copies += 1
 
     def append_pages(self, sequence: Sequence, pages: list[int]) -> None:
         self._pages.append((sequence.slot, pages))
@@ -64,7 +90,7 @@ class PlanDraft:
         self._ran.append(sequence)
 
     def chunk(self, sequence: Sequence, count: int) -> None:
-        """``count`` prompt tokens; the last chunk samples."""
+        """``count`` prompt tokens; the last chunk samples. Pages it fills can be hit from the next plan on."""
         self._counters.recomputed_tokens += min(count, max(0, sequence.computed_before - sequence.scheduled))
         sequence.scheduled += count
         sequence.in_flight += 1
@@ -73,6 +99,7 @@ class PlanDraft:
         if sequence.scheduled == len(sequence.tokens) + sequence.pending:
             sequence.pending += 1
             self._sampled_chunks.append((sequence.slot, sequence))
+        self._worker.register(sequence, sequence.scheduled)
         self._ran.append(sequence)
 
     def pad(self, sequence: Sequence, rows: int) -> None:
@@ -101,13 +128,15 @@ class PlanDraft:
             decodes=self._decodes,
             chunks=self._chunks,
             padding=self._padding,
+            copies=self._copies,
             backlog=worker.backlog,
+            replaces=self._replaces,
         )
         worker.in_flight.append(
             PlanInFlight(
                 step=worker.next_step,
                 planned_ns=now,
-                sampled=self._sampled_decodes + self._sampled_chunks,
+                sampled=self._sampled_decodes + self._sampled_chunks + self._forked,
                 ran=self._ran,
                 decode_tokens=len(self._decodes),
                 prefill_tokens=self._prefill_tokens,

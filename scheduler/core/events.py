@@ -63,5 +63,10 @@ class Counters:
     prefill_tokens: int = 0
     recomputed_tokens: int = 0
     padding_tokens: int = 0
+    prefix_queries: int = 0  # prompt tokens looked up at first admissions
+    prefix_hits: int = 0  # of those, tokens found
+    resumed_hits: int = 0  # tokens that a preempted sequence found again
+    forks: int = 0
+    page_copies: int = 0
     idle_slot_iterations: int = 0  # a slot that sat in a batch in an iteration and yielded no wanted token
     plans: int = 0

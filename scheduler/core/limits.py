@@ -10,6 +10,7 @@ class Limits:
     max_num_seqs: int = 64  # sequences in one worker's batch
     max_num_batched_tokens: int = 1024  # token budget of one iteration
     enable_chunked_prefill: bool = True
+    enable_prefix_caching: bool = True
     prefill_chunk_limit: int = 512  # most prompt tokens of one sequence in one iteration
     oldest_prefill_share: float = 0.25  # of the prefill budget, for the oldest unfinished prompt
     run_ahead: int = 2  # plans in flight per worker

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from scheduler.core.draft import PlanDraft
 from scheduler.core.events import CoreEvent, Counters, Preempted
 from scheduler.core.limits import Limits
-from scheduler.core.sequence import Sequence, Status, pages_for
+from scheduler.core.sequence import Sequence, Status
 from scheduler.core.waiting import WaitingQueue
-from scheduler.core.worker_state import WorkerState
+from scheduler.core.worker_state import Placement, WorkerState
 from scheduler.policies.prefill import share_prefill, share_whole_prompts
 from scheduler.policies.victim import Candidate, choose_victim
 
@@ -54,6 +54,7 @@ class ContinuousPlanner:
                 (decodes if sequence.remaining == 1 else prefills).append(sequence)
         for sequence in decodes:
             draft.decode(sequence)
+            self._fork_if_done(worker, sequence, queue, draft, now)
         prefills.sort(key=lambda sequence: sequence.seniority)
         budget = limits.max_num_batched_tokens - len(decodes)
         needs = [sequence.remaining for sequence in prefills]
@@ -64,42 +65,65 @@ class ContinuousPlanner:
         for sequence, grant in zip(prefills, grants, strict=True):
             if grant:
                 draft.chunk(sequence, grant)
+                self._fork_if_done(worker, sequence, queue, draft, now)
         return draft
+
+    def _fork_if_done(
+        self, worker: WorkerState, sequence: Sequence, queue: WaitingQueue, draft: PlanDraft, now: int
+    ) -> None:
+        if sequence.children and sequence.scheduled == len(sequence.tokens):
+            self._fork(worker, sequence, queue, draft, now)
 
     def _grow(
         self, worker: WorkerState, decodes: list[Sequence], prefills: list[Sequence], draft: PlanDraft, now: int,
         events: list[CoreEvent],
     ) -> bool:  # fmt: skip
-        """Give each decode the block it needs, preempting if none is free. True if anything was preempted."""
+        """Give each decode the block it needs, preempting if none is free. True if anything was preempted.
+
+        A decode needs a block where its next token begins one, or where that token would be written into a block that
+        a fork shares (copy-on-write).
+        """
         block_size = worker.capacity.block_size
-        needy = [sequence for sequence in decodes if sequence.scheduled >= len(sequence.pages) * block_size]
         preempted = False
-        while len(needy) > worker.pool.num_free:
+        while _blocks_needed(worker, decodes) > worker.pool.num_free:
             victim = self._victim(worker)
             if victim is None:
-                break  # only the most senior runs: the check at submit makes its blocks exist, so this is a short wait
+                break  # preempting would free nothing now; who lacks a block sits out this step
             preempted = True
-            cause = needy[0].request_id
+            needy = next(s for s in decodes if _starts_block(s, block_size) or s.shares_tail)
             self._preempt(worker, victim)
             draft.drop(victim.slot)
             victim.slot = -1
-            events.append(Preempted(victim, "no_free_block", cause, now))
-            for group in (needy, decodes, prefills):
+            events.append(Preempted(victim, "no_free_block", needy.request_id, now))
+            for group in (decodes, prefills):
                 if victim in group:
                     group.remove(victim)
-        for sequence in needy:
-            pages = worker.pool.allocate(1)
-            if pages is None:
-                decodes.remove(sequence)
-            else:
+        for sequence in list(decodes):
+            place = sequence.scheduled // block_size
+            if place >= len(sequence.pages):
+                pages = worker.pool.allocate(1)
+                if pages is None:
+                    decodes.remove(sequence)
+                    continue
                 sequence.pages += pages
                 draft.append_pages(sequence, pages)
+            elif sequence.shares_tail and worker.pool.refs(sequence.pages[place]) > 1:
+                pages = worker.pool.allocate(1)
+                if pages is None:
+                    decodes.remove(sequence)
+                    continue
+                draft.replace_page(sequence, place, pages[0])
+                worker.pool.release([sequence.pages[place]])
+                sequence.pages[place] = pages[0]
+            sequence.shares_tail = False
         return preempted
 
     def _victim(self, worker: WorkerState) -> Sequence | None:
+        refs = worker.pool.refs
         index = choose_victim(
             Candidate(index, sequence.submit.priority, sequence.scheduled)
             for index, sequence in enumerate(worker.running)
+            if any(refs(page) == 1 for page in sequence.pages)  # only blocks that are freed now count
         )
         return None if index is None else worker.running[index]
 
@@ -110,6 +134,8 @@ class ContinuousPlanner:
         victim.pages = []
         victim.computed_before = max(victim.computed_before, victim.scheduled)
         victim.scheduled = 0
+        victim.registered = 0
+        victim.shares_tail = False
         victim.preemptions += 1
         self._counters.preemptions += 1
         victim.become(Status.SETTLING if victim.in_flight else Status.PREEMPTED)
@@ -125,12 +151,13 @@ class ContinuousPlanner:
             tokens = len(sequence.tokens)
             if sequence.preemptions > self._limits.reserve_after_preemptions:
                 tokens = sequence.worst_case_tokens
-            need = pages_for(tokens, worker.capacity.block_size)
+            placement = worker.place(sequence, tokens)
             growth = len(worker.running) + 1 if worker.running else 0
-            if need + growth > worker.pool.num_free or self._plan_is_full(sequence, draft):
+            if placement.takes + growth > worker.pool.num_free or self._plan_is_full(sequence, draft):
                 break
             worker.preempted.pop(0)
-            self._join(worker, sequence, need, draft)
+            self._counters.resumed_hits += len(placement.hits) * worker.capacity.block_size
+            self._join(worker, sequence, placement, draft)
             joined.append(sequence)
         return joined
 
@@ -139,20 +166,21 @@ class ContinuousPlanner:
     ) -> list[Sequence]:
         """Waiting sequences in order, while slots and blocks for the *whole* prompt are there; the blocks are held."""
         joined: list[Sequence] = []
-        block_size = worker.capacity.block_size
         watermark = math.ceil(worker.pool.num_blocks * self._limits.admission_watermark)
         while (head := queue.head) is not None and len(worker.running) < self._limits.max_num_seqs:
-            need = pages_for(len(head.tokens), block_size)
             if not worker.can_hold(head) or defer(worker):
                 break  # another worker takes it
-            if need + (watermark if worker.running else 0) > worker.pool.num_free:
+            placement = worker.place(head, len(head.tokens))
+            if placement.takes + (watermark if worker.running else 0) > worker.pool.num_free:
                 break
             if self._plan_is_full(head, draft):
                 break
             queue.remove(head)
             head.admitted_ns = now
             self._counters.admitted += 1
-            self._join(worker, head, need, draft)
+            self._counters.prefix_queries += len(head.tokens)
+            self._counters.prefix_hits += len(placement.hits) * worker.capacity.block_size
+            self._join(worker, head, placement, draft)
             joined.append(head)
         return joined
 
@@ -162,12 +190,53 @@ class ContinuousPlanner:
             draft.start_bytes > 0 and draft.start_bytes + 4 * len(sequence.tokens) > self._limits.max_plan_start_bytes
         )
 
-    def _join(self, worker: WorkerState, sequence: Sequence, pages: int, draft: PlanDraft) -> None:
-        allocated = worker.pool.allocate(pages)
-        assert allocated is not None
-        sequence.pages = allocated
+    def _join(self, worker: WorkerState, sequence: Sequence, placement: Placement, draft: PlanDraft) -> None:
+        worker.hold(sequence, placement)
+        self._enter(worker, sequence)
+        draft.start(sequence)
+
+    def _enter(self, worker: WorkerState, sequence: Sequence) -> None:
         sequence.become(Status.RUNNING)
         sequence.worker = worker.name
         sequence.slot = worker.take_slot()
         worker.running.add(sequence)
-        draft.start(sequence)
+
+    def _fork(self, worker: WorkerState, parent: Sequence, queue: WaitingQueue, draft: PlanDraft, now: int) -> None:
+        """The parent's prompt ends in this plan: its other choices join it, sharing every page.
+
+        Each will need a block of its own at its next token. Those for which there is no slot or block wait their turn;
+        they will find the prompt in the prefix cache.
+        """
+        for child in parent.children:
+            room = worker.pool.num_free - len(worker.running) > 0
+            if room and len(worker.running) < self._limits.max_num_seqs:
+                worker.pool.share(parent.pages)
+                child.pages = list(parent.pages)
+                child.registered = parent.registered
+                child.chain, child.chain_root = list(parent.chain), parent.chain_root
+                child.shares_tail = parent.shares_tail = True
+                child.admitted_ns = now
+                self._counters.admitted += 1
+                self._enter(worker, child)
+                draft.fork(parent, child)
+            else:
+                queue.push(child)
+        parent.children = []
+
+
+def _starts_block(sequence: Sequence, block_size: int) -> bool:
+    return sequence.scheduled >= len(sequence.pages) * block_size
+
+
+def _blocks_needed(worker: WorkerState, decodes: list[Sequence]) -> int:
+    """Blocks that this step's decodes need: new ones, and copies of shared ones (all sharers but one copy)."""
+    block_size = worker.capacity.block_size
+    needed = 0
+    sharers: dict[int, int] = {}
+    for sequence in decodes:
+        if sequence.scheduled >= len(sequence.pages) * block_size:
+            needed += 1
+        elif sequence.shares_tail:
+            page = sequence.pages[sequence.scheduled // block_size]
+            sharers[page] = sharers.get(page, 0) + 1
+    return needed + sum(min(count, worker.pool.refs(page) - 1) for page, count in sharers.items())

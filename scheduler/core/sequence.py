@@ -55,6 +55,11 @@ class Sequence:
     admitted_ns: int = 0  # first admission
     first_token_ns: int = 0  # first result that held a token of it
     computed_before: int = 0  # tokens computed at the last preemption: what is recomputed
+    chain: list[bytes] = field(default_factory=list)  # content hashes of its leading full blocks
+    chain_root: bytes = b""
+    registered: int = 0  # leading pages whose content is indexed
+    shares_tail: bool = False  # its last page may be shared with a fork: copy it before the next write
+    children: list[Sequence] = field(default_factory=list)  # choices that fork from it once its prompt is computed
     end_reason: str = ""
 
     @property

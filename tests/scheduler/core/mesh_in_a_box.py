@@ -21,6 +21,7 @@ from shared.messages import (
     SubmitReply,
     encode,
     pack_tokens,
+    unpack_tokens,
 )
 from worker.batch import Batch
 from worker.simulated import SimulatedRunner, StepTime, expected_tokens
@@ -37,19 +38,20 @@ def capacity(num_blocks: int = 64, block_size: int = 4, max_model_len: int = 128
 def request(
     request_id: str, prompt_len: int = 5, max_tokens: int = 6, *, seed: int = 1, n: int = 1, arrival_ns: int = 0,
     ignore_eos: bool = True, attempt: int = 1, priority: int = 0, gateway: str = "g",
-    resumed: list[bytes] | None = None,
+    resumed: list[bytes] | None = None, prompt: list[int] | None = None, salt: str = "",
 ) -> Submit:  # fmt: skip
     return Submit(
         request_id=request_id,
         attempt=attempt,
         gateway=gateway,
         model="m",
-        prompt=pack_tokens(prompt_of(request_id, prompt_len)),
+        prompt=pack_tokens(prompt_of(request_id, prompt_len) if prompt is None else prompt),
         sampling=Sampling(seed=seed, max_tokens=max_tokens, ignore_eos=ignore_eos),
         arrival_ns=arrival_ns,
         n=n,
         priority=priority,
         resumed=resumed or [],
+        cache_salt=salt,
     )
 
 
@@ -147,8 +149,7 @@ class Box:
         """Every choice that ended got exactly the tokens that it gets alone."""
         for (request_id, choice), reason in self.ends.items():
             submit = self.submits[request_id]
-            prompt_len = len(submit.prompt) // 4
-            prompt = prompt_of(request_id, prompt_len)
+            prompt = unpack_tokens(submit.prompt)
             want = expected_tokens(prompt, submit.sampling.seed, submit.sampling.max_tokens, VOCAB, choice)
             if not submit.sampling.ignore_eos and EOS in want:
                 want = want[: want.index(EOS) + 1]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mesh_in_a_box import MS, Box, request
+from mesh_in_a_box import MS, VOCAB, Box, request
 
 from scheduler.core.limits import Limits
 from shared.messages import StepResult, encode
@@ -19,6 +19,8 @@ class Submitted:
     n: int
     priority: int
     ignore_eos: bool
+    family: int
+    salted: bool
 
 
 submits = st.builds(
@@ -28,6 +30,8 @@ submits = st.builds(
     n=st.sampled_from([1, 1, 1, 2, 3]),
     priority=st.sampled_from([0, 0, 0, 1]),
     ignore_eos=st.booleans(),
+    family=st.integers(0, 2),  # prompts of a family share their beginnings
+    salted=st.sampled_from([False, False, True]),
 )
 operations = st.lists(
     st.one_of(
@@ -77,7 +81,8 @@ def drive(setup: dict[str, object], ops: list[object]) -> Box:
             box.submit(
                 request(
                     f"r{count}", op.prompt_len, op.max_tokens, seed=count, n=op.n, arrival_ns=count,
-                    ignore_eos=op.ignore_eos, priority=op.priority,
+                    ignore_eos=op.ignore_eos, priority=op.priority, salt="s" if op.salted else "",
+                    prompt=[(op.family * 100 + i * 7) % VOCAB for i in range(op.prompt_len)],
                 )
             )  # fmt: skip
             count += 1
