@@ -17,6 +17,10 @@ COMMANDS = {
     "scheduler": "run one scheduler",
     "worker": "run one worker (a model on a GPU or CPU)",
     "bench": "measure throughput and latency, and compare scheduling policies",
+    "simulate": "run the scheduler in virtual time on modelled hardware; `simulate figures` checks claims",
+    "capacity": "how many sequences a model and a GPU hold: weights, KV cache, pages",
+    "tap": "print live bus traffic, and record it",
+    "replay": "run a recorded trace under the same or another configuration and compare",
     "fetch-model": "fetch a model into the cache and print its folder",
     "doctor": "check this installation and say what is wrong",
     "config-docs": "print docs/configuration.md",
@@ -41,7 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] in OUR_PACKAGES:
             raise
-        extra = args.command if args.command in SERVICES else "all"
+        extra = {"tap": "simulate", "replay": "simulate"}.get(args.command, args.command)
+        extra = extra if extra in (*SERVICES, "simulate") else "all"
         parser.error(f"{error.name} is not installed; pip install 'headrace[{extra}]'")
 
 
@@ -64,6 +69,22 @@ def _dispatch(command: str) -> Callable[[Sequence[str]], int]:
         from headrace.bench import main as bench
 
         return bench
+    if command == "simulate":
+        from headrace.simulate.main import main as simulate
+
+        return simulate
+    if command == "capacity":
+        from headrace.capacity import main as capacity
+
+        return capacity
+    if command == "tap":
+        from headrace.trace.tap import main as tap
+
+        return tap
+    if command == "replay":
+        from headrace.trace.replay import main as replay
+
+        return replay
     return {"fetch-model": _fetch_model, "version": _version}[command]
 
 
