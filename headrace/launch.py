@@ -83,13 +83,14 @@ def child_specs(settings: UpSettings, mesh: Mesh, environ: Mapping[str, str] | N
         if worker.simulate and worker.simulate_vocab_size == type(worker).simulate_vocab_size:
             # The gateway tokenises with the real model's tokenizer: a simulated worker must take all its ids.
             worker = dataclasses.replace(worker, simulate_vocab_size=_vocab_size(mesh.model_folder, worker))
-        if settings.workers > 1:
-            changes: dict[str, object] = {}
-            if worker.worker_id:
-                changes["worker_id"] = f"{worker.worker_id}-{index}"
-            if worker.threads == 0:  # as many threads as cores in each would have them fight over the cores
-                changes["threads"] = max(1, _cores() // settings.workers)
-            worker = dataclasses.replace(worker, **changes)
+        # A lasting name: a worker that is started again is known at once for the one that was lost.
+        base = worker.worker_id or "worker"
+        changes: dict[str, object] = {"worker_id": f"{base}-{index}"}
+        if settings.workers == 1 and worker.worker_id:
+            changes = {}
+        elif settings.workers > 1 and worker.threads == 0:  # else all would fight over the cores
+            changes["threads"] = max(1, _cores() // settings.workers)
+        worker = dataclasses.replace(worker, **changes)
         name = "worker" if settings.workers == 1 else f"worker-{index}"
         specs.append(_spec(name, "worker", worker, environ, MESH_STAGE, MESH_GRACE_S))
     return specs

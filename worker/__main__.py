@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -37,6 +38,9 @@ def load_runner(config: WorkerConfig) -> Runner:
             name, longest, config.block_size, config.simulate_blocks, config.simulate_vocab_size, eos, "simulated"
         )
         return SimulatedRunner(capacity, StepTime(config.simulate_base_us, config.simulate_token_us))
+    # Threads of a parallel region spin for a short while only. On cores shared with gateway, NATS and scheduler the
+    # default, to spin for long, makes a step many times slower whenever one thread is descheduled.
+    os.environ.setdefault("GOMP_SPINCOUNT", "2000")
     from worker.torch_runner import load_torch_runner  # torch only where a model is really run
 
     return load_torch_runner(config)
