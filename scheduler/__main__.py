@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
@@ -13,6 +14,7 @@ from observability.metrics import MetricsListener
 from observability.tracing import Tracing
 from scheduler.config import SchedulerConfig
 from scheduler.metrics import SchedulerMetrics
+from scheduler.recording import TraceWriter
 from scheduler.service import SchedulerService
 from shared.bus import BusUnavailable, NatsBus
 from shared.config import parse_service
@@ -32,13 +34,19 @@ async def serve(config: SchedulerConfig, stop: asyncio.Event) -> None:
         listener = MetricsListener(registry, config.metrics_host, config.metrics_port)
     except OSError as error:
         raise StartupError(f"metrics port {config.metrics_port}: {error.strerror}") from None
+    try:
+        trace = TraceWriter(Path(config.record)) if config.record else None
+    except OSError as error:
+        raise StartupError(f"--record {config.record}: {error.strerror}") from None
     tracing = Tracing("scheduler", name, config.otlp_endpoint, config.trace_sampling)
     try:
         step_bus = await NatsBus.connect(config.nats, f"{name}-step", config.nats_token)
         bus = await NatsBus.connect(config.nats, name, config.nats_token)
     except BusUnavailable as error:
         raise StartupError(str(error)) from None
-    await SchedulerService(config, name, step_bus, bus, metrics, tracing).run(stop)
+    await SchedulerService(config, name, step_bus, bus, metrics, tracing, trace).run(stop)
+    if trace is not None:
+        await asyncio.to_thread(trace.close)
     await step_bus.close()
     await bus.close()
     await asyncio.to_thread(tracing.shutdown)

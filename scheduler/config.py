@@ -31,6 +31,7 @@ class SchedulerConfig(MeshConfig):
     gateway_timeout_s: float = option(
         10.0, "a gateway silent for so long is gone, and its requests are cancelled", check=at_least(1)
     )
+    record: str = option("", "write every input and every plan to this file, for headrace replay; it grows without end")
     metrics_host: str = option("127.0.0.1", "address of the metrics listener")
     metrics_port: int = option(9401, "port of the metrics listener; 0: any free one", check=between(0, 65535))
 

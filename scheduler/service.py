@@ -11,6 +11,7 @@ from scheduler.config import SchedulerConfig
 from scheduler.core.core import BadResult, ResultGap, SchedulerCore
 from scheduler.metrics import SchedulerMetrics
 from scheduler.pacing import PlanSender, WorkerLink
+from scheduler.recording import RecordingCore, TraceWriter
 from scheduler.reporting import Reporter
 from shared.bus import Bus
 from shared.lifecycle import ServiceFault
@@ -51,7 +52,7 @@ class SchedulerService:
 
     def __init__(
         self, config: SchedulerConfig, name: str, step_bus: Bus, bus: Bus, metrics: SchedulerMetrics,
-        tracing: Tracing,
+        tracing: Tracing, trace: TraceWriter | None = None,
     ) -> None:  # fmt: skip
         self._config = config
         self._name = name
@@ -61,7 +62,10 @@ class SchedulerService:
         self._subjects = Subjects(config.mesh)
         self._step_out = Outbox(step_bus)
         self._out = Outbox(bus)
-        self._core = SchedulerCore(config.limits(), config.policy)
+        if trace is None:
+            self._core = SchedulerCore(config.limits(), config.policy)
+        else:
+            self._core = RecordingCore(config.limits(), config.policy, trace)
         self._gateways: dict[str, float] = {}
         self._seen_epoch = 0
         self._leader_seen = -1e9  # monotonic s of the last beat of another leader

@@ -24,15 +24,16 @@ class Gpu:
     flops: float  # dense bf16, per second
     bandwidth: float  # bytes of device memory per second
     memory: float  # usable bytes
+    nominal_gb: int  # as sold, 10**9 bytes
 
 
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        Gpu("a100-40", 312e12, 1.555e12, 40 * GIB),
-        Gpu("a100-80", 312e12, 2.039e12, 80 * GIB),
-        Gpu("h100", 989e12, 3.35e12, 79.6 * GIB),
-        Gpu("h200", 989e12, 4.8e12, 139 * GIB),
+        Gpu("a100-40", 312e12, 1.555e12, 40 * GIB, 40),
+        Gpu("a100-80", 312e12, 2.039e12, 80 * GIB, 80),
+        Gpu("h100", 989e12, 3.35e12, 79.6 * GIB, 80),
+        Gpu("h200", 989e12, 4.8e12, 139 * GIB, 141),
     )
 }
 

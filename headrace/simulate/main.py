@@ -68,7 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv[:1] == ["figures"]:
         from headrace.simulate.figures import main as claims
 
-        return claims(argv[1:])
+        code: int = claims(argv[1:])
+        return code
     made = parser()
     args = made.parse_args(argv)
     try:

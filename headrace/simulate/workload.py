@@ -33,13 +33,16 @@ class Request:
     deadline_ns: int = 0  # from arrival; 0: none
     cancel_ns: int = 0  # from arrival; 0: the client stays
     cache_salt: str = ""
+    recorded: bytes = b""  # a recorded prompt (packed token ids) instead of segments
 
     @property
     def prompt_len(self) -> int:
-        return sum(length for _, length in self.segments)
+        return len(self.recorded) // 4 or sum(length for _, length in self.segments)
 
     def prompt(self, own: int) -> bytes:
         """Packed token ids; ``own`` stands for the content that only this request has."""
+        if self.recorded:
+            return self.recorded
         return b"".join(pack_tokens((content or own,)) * length for content, length in self.segments)
 
 
