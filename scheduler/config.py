@@ -21,6 +21,35 @@ class SchedulerConfig(MeshConfig):
     max_num_seqs: int = option(64, "most sequences in one worker's batch", check=at_least(1))
     max_num_batched_tokens: int = option(1024, "token budget of one iteration", check=at_least(1))
     enable_chunked_prefill: bool = option(True, "split long prompts over iterations")
+    enable_prefix_caching: bool = option(True, "use the KV blocks of equal prompt beginnings again")
+    growth_aware_admission: bool = option(True, "admit a sequence only if what all are expected to grow by fits too")
+    length_quantile: float = option(
+        0.7, "quantile of recent output lengths that growth is expected from", check=between(0.05, 0.99)
+    )
+    backfill_window: int = option(
+        64, "how many waiting sequences are looked at behind a head that does not fit in memory", check=at_least(0)
+    )
+    max_bypasses: int = option(
+        32, "how many may pass a head that does not fit before it holds a reservation; 0: strict order",
+        check=at_least(0),
+    )  # fmt: skip
+    max_bypass_wait_s: float = option(
+        5.0, "how long a head may be blocked before it holds a reservation", check=at_least(0)
+    )
+    priority_aging_s: float = option(
+        10.0, "waiting so long raises a request by one priority class; 0: never", check=at_least(0)
+    )
+    long_context_tokens: int = option(
+        0, "prompts from this length on are long contexts, kept to their share; 0: none is", check=at_least(0)
+    )
+    long_context_share: float = option(
+        0.5, "share of KV blocks and prefill budget that long contexts may hold while shorter ones wait",
+        check=between(0.01, 1.0),
+    )  # fmt: skip
+    target_itl_ms: float = option(
+        0.0, "shrink prefill chunks so that an iteration is predicted to stay under it; 0: fixed budget",
+        check=at_least(0),
+    )  # fmt: skip
     prefill_chunk_limit: int = option(512, "most prompt tokens of one sequence in one iteration", check=at_least(1))
     max_num_queued_reqs: int = option(1024, "most waiting sequences; more are refused with 429", check=at_least(1))
     admission_watermark: float = option(
@@ -43,6 +72,16 @@ class SchedulerConfig(MeshConfig):
             enable_chunked_prefill=self.enable_chunked_prefill,
             prefill_chunk_limit=self.prefill_chunk_limit,
             run_ahead=self.run_ahead,
+            enable_prefix_caching=self.enable_prefix_caching,
+            growth_aware_admission=self.growth_aware_admission,
+            length_quantile=self.length_quantile,
+            backfill_window=self.backfill_window,
+            max_bypasses=self.max_bypasses,
+            max_bypass_wait_ns=int(self.max_bypass_wait_s * 1e9),
+            priority_aging_ns=int(self.priority_aging_s * 1e9),
+            long_context_tokens=self.long_context_tokens,
+            long_context_share=self.long_context_share,
+            target_itl_ns=int(self.target_itl_ms * 1e6),
             max_num_queued_reqs=self.max_num_queued_reqs,
             admission_watermark=self.admission_watermark,
         )

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from scheduler.core.core import SchedulerCore
 from scheduler.core.events import CoreEvent
 from scheduler.metrics import SchedulerMetrics
-from scheduler.step_time import StepTimePredictor
 from shared.messages import StepPlan, StepResult, encode
 from shared.subjects import Subjects
 
@@ -26,7 +25,6 @@ class WorkerLink:
 
     incarnation: int
     seen: float  # monotonic s
-    predictor: StepTimePredictor = field(default_factory=StepTimePredictor)
     sent: deque[tuple[int, int, bytes]] = field(default_factory=deque)  # (step, tokens, payload)
     step_began: float = 0.0  # when the oldest plan in flight is thought to have begun
     sent_at: float = 0.0
@@ -74,8 +72,6 @@ class PlanSender:
         link.seen = link.sent_at = link.step_began = time.monotonic()
         while link.sent and link.sent[0][0] <= result.step:
             link.sent.popleft()
-        if result.rows:
-            link.predictor.observe(result.rows, result.forward_us)
 
     def pump_all(self) -> None:
         for worker in list(self.links):
@@ -95,7 +91,7 @@ class PlanSender:
             return
         if link.timer is None and len(link.sent) < self._run_ahead:
             tokens = link.sent[0][1]
-            predicted_s = link.predictor.predict_us(tokens) / 1e6
+            predicted_s = self._core.workers[worker].predictor.predict_us(tokens) / 1e6
             due = link.step_began + predicted_s - max(MARGIN_S, MARGIN_SHARE * predicted_s)
             link.timer = self._loop.call_later(max(0.0, due - time.monotonic()), self._on_timer, worker)
 

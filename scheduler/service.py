@@ -6,6 +6,8 @@ import asyncio
 import logging
 import time
 
+import msgspec
+
 from observability.tracing import Tracing
 from scheduler.config import SchedulerConfig
 from scheduler.core.core import BadResult, ResultGap, SchedulerCore
@@ -72,9 +74,8 @@ class SchedulerService:
         self._leading = False
         self._deposed = ""
         self._draining = False
-        self._report = Reporter(
-            self._core, self._subjects, self._out.post, metrics, tracing, time.time_ns() - time.monotonic_ns()
-        )
+        self._unix_offset_ns = time.time_ns() - time.monotonic_ns()
+        self._report = Reporter(self._core, self._subjects, self._out.post, metrics, tracing, self._unix_offset_ns)
         self._plans = PlanSender(
             self._core, config.run_ahead, self._subjects, self._step_out.post, metrics, self._report.carry_out
         )
@@ -135,6 +136,8 @@ class SchedulerService:
         if self._draining:
             reply = SubmitReply(Outcome.DRAINING, self._core.epoch, "the scheduler is stopping", retry_after_ms=1000)
         else:
+            if message.deadline_ns:  # unix time on the wire, the core's own clock inside
+                message = msgspec.structs.replace(message, deadline_ns=message.deadline_ns - self._unix_offset_ns)
             reply = self._core.submit(message, time.monotonic_ns())
         self._gateways.setdefault(message.gateway, time.monotonic())
         if reply_to:

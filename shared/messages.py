@@ -30,6 +30,7 @@ class Outcome(StrEnum):
     DRAINING = "draining"
     STALE_EPOCH = "stale_epoch"  # sent to a scheduler that no longer leads, or does not yet
     INVALID = "invalid"
+    DEADLINE = "deadline"  # predicted to miss its deadline
 
 
 class EndReason(StrEnum):
@@ -86,11 +87,12 @@ class Submit(Message, frozen=True, tag="submit"):
     prompt_index: int = 0  # place in the client's list of prompts; part of the sampling key
     priority: int = 0  # lower runs first
     tenant: str = ""
-    deadline_ns: int = 0  # 0: none
+    deadline_ns: int = 0  # unix ns by which it must have ended; 0: none
     cache_salt: str = ""
     traceparent: str = ""
     resumed: list[bytes] = []  # per choice: the tokens that the client already has (packed uint32)
     done_choices: list[int] = []  # choices that had ended before this attempt
+    tenant_weight: int = 100  # percent of a normal tenant's share
 
 
 class SubmitReply(Message, frozen=True, tag="submit_reply"):

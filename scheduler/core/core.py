@@ -7,12 +7,15 @@ the time in, and carry out what comes back. The same inputs at the same times gi
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from scheduler.core.admissible import judge
+from scheduler.core.admission import Admission
 from scheduler.core.blocks import BlockPool
 from scheduler.core.events import Applied, CoreEvent, Counters, Ended, Failed
+from scheduler.core.fairness import VirtualTokenCounters
 from scheduler.core.held_planner import HeldBatchPlanner
+from scheduler.core.lengths import OutputLengths
 from scheduler.core.limits import Limits
 from scheduler.core.planner import ContinuousPlanner
 from scheduler.core.sequence import Sequence, Status, pages_for
@@ -54,7 +57,7 @@ class _Request:
 
 @dataclass(slots=True)
 class _Model:
-    queue: WaitingQueue = field(default_factory=WaitingQueue)
+    queue: WaitingQueue
     without_worker_since_ns: int = 0
 
 
@@ -71,8 +74,12 @@ class SchedulerCore:
         self._requests: dict[str, _Request] = {}
         self._tombstones: dict[tuple[str, int], int] = {}  # (request, attempt) cancelled before its submit -> when
         self._created = 0  # sequences
+        self._deadlines: dict[int, Sequence] = {}  # live sequences with a deadline, in order of submit
         self._ended_waiting = 0  # of those, ended without having been admitted
-        self._continuous = ContinuousPlanner(limits, self.counters)
+        self.lengths = OutputLengths(limits.length_quantile)
+        self.fairness = VirtualTokenCounters()
+        admission = Admission(limits, self.counters, self.lengths, self.fairness)
+        self._continuous = ContinuousPlanner(limits, self.counters, admission)
         self._held = HeldBatchPlanner(limits, self.counters)
 
     # --- workers ----------------------------------------------------------------------------------------------------
@@ -90,7 +97,9 @@ class SchedulerCore:
         self.workers[name] = WorkerState(
             name, incarnation, capacity, BlockPool(capacity.num_blocks), next_step=first_step, prefix_caching=caching
         )
-        self._models.setdefault(capacity.model, _Model()).without_worker_since_ns = 0
+        if capacity.model not in self._models:
+            self._models[capacity.model] = _Model(WaitingQueue(self.fairness, self.limits.priority_aging_ns))
+        self._models[capacity.model].without_worker_since_ns = 0
         return events
 
     def worker_lost(self, name: str, reason: str, now: int) -> list[CoreEvent]:
@@ -121,7 +130,11 @@ class SchedulerCore:
     # --- requests ---------------------------------------------------------------------------------------------------
 
     def submit(self, submit: Submit, now: int) -> SubmitReply:
-        """Queue every choice of a request, or none. Idempotent on (request_id, attempt)."""
+        """Queue every choice of a request, or none. Idempotent on (request_id, attempt).
+
+        Its deadline is on the core's clock (the driver turns it from unix time); 0 is none.
+        """
+        deadline = submit.deadline_ns
         known = self._requests.get(submit.request_id)
         if known is not None and submit.attempt <= known.attempt:
             return SubmitReply(Outcome.DUPLICATE, self.epoch)
@@ -132,6 +145,10 @@ class SchedulerCore:
                 w.capacity for w in self.workers.values() if w.capacity.model == submit.model and not w.draining
             ]
         outcome, reason, tokens = judge(submit, capacities, self.num_waiting, self.limits)
+        if outcome is Outcome.ACCEPTED and deadline:
+            left_ms = (deadline - now - self._predicted_ns(submit.model, len(tokens), 0, submit)) // 1_000_000
+            if left_ms < 0:
+                outcome, reason = Outcome.DEADLINE, f"it is predicted to miss its deadline by {-left_ms} ms"
         if outcome is not Outcome.ACCEPTED:
             retry_ms = 1000 if outcome in (Outcome.QUEUE_FULL, Outcome.NO_WORKER) else 0
             return SubmitReply(outcome, self.epoch, reason, retry_after_ms=retry_ms)
@@ -144,10 +161,14 @@ class SchedulerCore:
                 continue
             resumed = unpack_tokens(submit.resumed[choice]) if choice < len(submit.resumed) else []
             seniority = (submit.priority, submit.arrival_ns, submit.request_id, choice)
-            sequences.append(Sequence(submit, choice, tokens + resumed, len(tokens), seniority, now))
+            sequences.append(Sequence(submit, choice, tokens + resumed, len(tokens), seniority, now, deadline=deadline))
         self._requests[submit.request_id] = _Request(submit.attempt, sequences, len(sequences))
         self.counters.submitted += 1
         self._created += len(sequences)
+        if sequences:
+            self.fairness.arrive(submit.tenant, len(sequences), submit.tenant_weight)
+        if deadline:
+            self._deadlines.update((id(sequence), sequence) for sequence in sequences)
         if self._tombstones.pop((submit.request_id, submit.attempt), None) is not None:
             for sequence in sequences:  # its cancel overtook it
                 self._end(sequence, EndReason.CANCELLED.value, now)
@@ -223,6 +244,8 @@ class SchedulerCore:
         if len(result.tokens) != len(plan.sampled):
             raise BadResult(f"{result.worker}: {len(result.tokens)} tokens for {len(plan.sampled)} rows")
         worker.in_flight.popleft()
+        if result.rows:
+            worker.predictor.observe(result.rows, result.forward_us)
         events: list[CoreEvent] = []
         new_tokens = self._take_tokens(worker, plan, result, now, events)
         self.counters.new_tokens += new_tokens
@@ -237,7 +260,7 @@ class SchedulerCore:
             del self._tombstones[key]
         for request_id in [r for r, req in self._requests.items() if req.live == 0 and req.ended_ns < horizon]:
             del self._requests[request_id]
-        events: list[CoreEvent] = []
+        events = self._drop_late(now)
         for model in self._models.values():
             since = model.without_worker_since_ns
             if since and len(model.queue) and now - since > self.limits.no_worker_grace_ns:
@@ -253,7 +276,7 @@ class SchedulerCore:
     def wake_at(self, worker_name: str, now: int) -> int | None:
         """When ``plan`` should be asked again although no input comes (the dynamic policy's window), or None."""
         worker = self.workers[worker_name]
-        head = self._models[worker.capacity.model].queue.head
+        head = self._models[worker.capacity.model].queue.head(now)
         if not self.policy.window_ns or head is None or worker.running or worker.held:
             return None
         return max(now, head.submitted_ns + self.policy.window_ns)
@@ -280,7 +303,7 @@ class SchedulerCore:
         """Raise AssertionError unless the invariants hold (DESIGN 9: blocks, limits, each sequence in one place)."""
         for worker in self.workers.values():
             holders = list(worker.sequences())
-            worker.pool.check(sequence.pages for sequence in holders)
+            worker.pool.check(worker.tables())
             assert len(worker.running) + len(worker.held) <= self.limits.max_num_seqs
             assert len(worker.in_flight) <= self.limits.run_ahead
             slots = [sequence.slot for sequence in holders if sequence.slot >= 0]
@@ -301,14 +324,12 @@ class SchedulerCore:
     # --- inside -----------------------------------------------------------------------------------------------------
 
     def _view(self, worker: WorkerState, queue: WaitingQueue, now: int) -> BatchView:
-        head = queue.head
+        head = queue.head(now) if self.policy.window_ns else None
         waited = now - head.submitted_ns if head is not None else 0
         return BatchView(len(worker.running) + len(worker.held), len(queue), waited, self.limits.max_num_seqs)
 
-    def _defer(self, worker: WorkerState) -> bool:
-        """Leave the head to a worker of the same model that runs fewer sequences and has room for it."""
-        head = self._models[worker.capacity.model].queue.head
-        assert head is not None
+    def _defer(self, worker: WorkerState, head: Sequence) -> bool:
+        """Leave the sequence to a worker of the same model that runs fewer and has room for it."""
         return any(
             other is not worker
             and other.capacity.model == worker.capacity.model
@@ -327,6 +348,7 @@ class SchedulerCore:
         for sequence in plan.ran:
             sequence.in_flight -= 1
         new_tokens = 0
+        contended = self.fairness.contended
         for (slot, sequence), token in zip(plan.sampled, result.tokens, strict=True):
             sequence.pending -= 1
             if token < 0 or sequence.status in (Status.ENDED, Status.HELD):
@@ -335,6 +357,8 @@ class SchedulerCore:
                 continue
             sequence.tokens.append(token)
             new_tokens += 1
+            if contended:
+                self.fairness.charge_output(sequence.submit.tenant, 1)
             computed = len(sequence.tokens) - 1
             if computed % worker.capacity.block_size == 0 and sequence.status is Status.RUNNING:
                 worker.register(sequence, computed)
@@ -353,6 +377,7 @@ class SchedulerCore:
     def _finish(self, worker: WorkerState, sequence: Sequence, reason: str, now: int) -> None:
         """A sequence ended at its worker: its pages are free at once (a held batch keeps them)."""
         self.counters.finished += 1
+        self.lengths.observe(sequence.generated)
         if self.policy.holds_batch and sequence.status is Status.RUNNING:
             worker.running.remove(sequence)
             worker.held.append(sequence)
@@ -376,6 +401,38 @@ class SchedulerCore:
         worker.held.clear()
         worker.static_columns = None
 
+    def _drop_late(self, now: int) -> list[CoreEvent]:
+        """End what can't make its deadline any more, at once instead of late."""
+        events: list[CoreEvent] = []
+        for sequence in list(self._deadlines.values()):
+            if sequence.status is Status.HELD:
+                continue
+            submit = sequence.submit
+            needs = 0
+            if sequence.status is not Status.RUNNING:
+                needs = self._predicted_ns(submit.model, len(sequence.tokens), sequence.generated, submit)
+            if now + needs > sequence.deadline:
+                self._leave(sequence)
+                self._end(sequence, EndReason.FAILED.value, now)
+                self.counters.deadline_drops += 1
+                events.append(Failed(sequence, "dropped", "it can no longer make its deadline", now))
+        return events
+
+    def _predicted_ns(self, model: str, tokens: int, generated: int, submit: Submit) -> int:
+        """How long a sequence is expected to take from admission to its end, on the quickest worker.
+
+        0 as long as no step was measured: nobody is refused on a guess.
+        """
+        left = self.lengths.expected_left(generated, submit.sampling.max_tokens - generated)
+        quickest = 0.0
+        for worker in self.workers.values():
+            if worker.capacity.model == model:
+                step_us = worker.predictor.predict_us(max(1, len(worker.running)))
+                prefill_us = worker.predictor.predict_us(tokens)
+                needs = prefill_us + step_us * max(0, left - 1)
+                quickest = needs if not quickest else min(quickest, needs)
+        return int(quickest * 1000)
+
     def _enqueue(self, sequences: list[Sequence], queue: WaitingQueue) -> None:
         """Choices of one fresh prompt fork from the first one; held batches and resumed choices run on their own."""
         same = all(len(sequence.tokens) == sequence.prompt_len for sequence in sequences)
@@ -387,6 +444,9 @@ class SchedulerCore:
 
     def _leave(self, sequence: Sequence) -> None:
         """Take a live sequence out of wherever it is; a slot it has is dropped by the next plan."""
+        for holder in self.workers.values():
+            if holder.pinned_for is sequence:
+                holder.unpin()
         queue = self._models[sequence.submit.model].queue
         if sequence.children:  # it has not forked yet: the next choice takes its place
             heir, *rest = sequence.children
@@ -415,6 +475,8 @@ class SchedulerCore:
         self._ended_waiting += sequence.status is Status.WAITING
         sequence.become(status)
         sequence.end_reason = reason
+        self._deadlines.pop(id(sequence), None)
+        self.fairness.leave(sequence.submit.tenant)
         request = self._requests[sequence.request_id]
         request.live -= 1
         if request.live == 0:

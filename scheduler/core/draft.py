@@ -105,6 +105,10 @@ class PlanDraft:
     def pad(self, sequence: Sequence, rows: int) -> None:
         self._padding.append((sequence.slot, rows))
 
+    def plan_is_full(self, tokens: int, max_bytes: int) -> bool:
+        """True if so many tokens more would make the plan's message too long; the next plan takes them."""
+        return self.start_bytes > 0 and self.start_bytes + 4 * tokens > max_bytes
+
     @property
     def has_rows(self) -> bool:
         return bool(self._ran)

@@ -68,5 +68,8 @@ class Counters:
     resumed_hits: int = 0  # tokens that a preempted sequence found again
     forks: int = 0
     page_copies: int = 0
+    bypasses: int = 0  # admissions past a blocked head
+    worst_head_wait_ns: int = 0  # longest from blocked to admitted
+    deadline_drops: int = 0
     idle_slot_iterations: int = 0  # a slot that sat in a batch in an iteration and yielded no wanted token
     plans: int = 0

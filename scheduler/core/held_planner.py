@@ -32,7 +32,7 @@ class HeldBatchPlanner:
 
     def _form(self, worker: WorkerState, queue: WaitingQueue, draft: PlanDraft, now: int) -> None:
         longest = 0
-        while (head := queue.head) is not None and len(worker.running) < self._limits.max_num_seqs:
+        while (head := queue.head(now)) is not None and len(worker.running) < self._limits.max_num_seqs:
             if not worker.can_hold(head):
                 break
             pages = worker.pool.allocate(pages_for(head.worst_case_tokens, worker.capacity.block_size))

@@ -13,6 +13,16 @@ class Limits:
     enable_prefix_caching: bool = True
     prefill_chunk_limit: int = 512  # most prompt tokens of one sequence in one iteration
     oldest_prefill_share: float = 0.25  # of the prefill budget, for the oldest unfinished prompt
+    growth_aware_admission: bool = True  # admit only if what all are expected to grow by fits too
+    length_quantile: float = 0.7  # of recent output lengths, that growth is expected from
+    backfill_window: int = 64  # how many waiting sequences are looked at behind a head that does not fit
+    max_bypasses: int = 32  # so many may pass a blocked head before it holds a reservation; 0: strict order
+    max_bypass_wait_ns: int = 5_000_000_000  # or so long it may be blocked
+    priority_aging_ns: int = 10_000_000_000  # waiting so long raises a sequence by one priority class; 0: never
+    long_context_tokens: int = 0  # prompts from here on are long; 0: none is
+    long_context_share: float = 0.5  # of blocks and prefill budget, that long prompts may hold while shorter ones wait
+    target_itl_ns: int = 0  # shrink the prefill chunk so that a step is predicted to stay under it; 0: fixed budget
+    min_prefill_tokens: int = 32  # prefill per step that the target never takes away
     run_ahead: int = 2  # plans in flight per worker
     max_num_queued_reqs: int = 1024  # waiting sequences
     admission_watermark: float = 0.02  # share of the pool kept free at admissions, never against the only sequence

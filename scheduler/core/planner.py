@@ -6,9 +6,7 @@ resume; then waiting ones are admitted; then prompts fill what the decodes left 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-
+from scheduler.core.admission import Admission, Defer
 from scheduler.core.draft import PlanDraft
 from scheduler.core.events import CoreEvent, Counters, Preempted
 from scheduler.core.limits import Limits
@@ -18,14 +16,12 @@ from scheduler.core.worker_state import Placement, WorkerState
 from scheduler.policies.prefill import share_prefill, share_whole_prompts
 from scheduler.policies.victim import Candidate, choose_victim
 
-Defer = Callable[[WorkerState], bool]
-"""True if another worker should admit the head of the queue instead (a request binds when it is admitted)."""
-
 
 class ContinuousPlanner:
-    def __init__(self, limits: Limits, counters: Counters) -> None:
+    def __init__(self, limits: Limits, counters: Counters, admission: Admission) -> None:
         self._limits = limits
         self._counters = counters
+        self._admission = admission
 
     def draft(
         self, worker: WorkerState, queue: WaitingQueue, admit: bool, defer: Defer, now: int, events: list[CoreEvent]
@@ -49,7 +45,7 @@ class ContinuousPlanner:
         if not preempted:
             joined = self._resume(worker, draft)
             if admit and not worker.preempted and not worker.draining:
-                joined += self._admit(worker, queue, draft, defer, now)
+                joined += self._admission.admit(worker, queue, draft, defer, self._join, now)
             for sequence in joined:
                 (decodes if sequence.remaining == 1 else prefills).append(sequence)
         for sequence in decodes:
@@ -59,7 +55,18 @@ class ContinuousPlanner:
         budget = limits.max_num_batched_tokens - len(decodes)
         needs = [sequence.remaining for sequence in prefills]
         if limits.enable_chunked_prefill:
-            grants = share_prefill(needs, budget, limits.prefill_chunk_limit, limits.oldest_prefill_share)
+            budget = self._within_target(worker, len(decodes), budget)
+            capped: list[bool] = []
+            if limits.long_context_tokens:
+                capped = [sequence.prompt_len >= limits.long_context_tokens for sequence in prefills]
+            grants = share_prefill(
+                needs,
+                budget,
+                limits.prefill_chunk_limit,
+                limits.oldest_prefill_share,
+                capped,
+                limits.long_context_share,
+            )
         else:
             grants = share_whole_prompts(needs, budget)
         for sequence, grant in zip(prefills, grants, strict=True):
@@ -67,6 +74,16 @@ class ContinuousPlanner:
                 draft.chunk(sequence, grant)
                 self._fork_if_done(worker, sequence, queue, draft, now)
         return draft
+
+    def _within_target(self, worker: WorkerState, decodes: int, budget: int) -> int:
+        """The prefill budget with which the step is predicted to keep the target ITL (Niyama: dynamic chunking)."""
+        limits = self._limits
+        if not limits.target_itl_ns or not decodes:
+            return budget
+        tokens = worker.predictor.tokens_within(limits.target_itl_ns / 1000)
+        if tokens is None:
+            return budget
+        return min(budget, max(limits.min_prefill_tokens, tokens - decodes))
 
     def _fork_if_done(
         self, worker: WorkerState, sequence: Sequence, queue: WaitingQueue, draft: PlanDraft, now: int
@@ -86,6 +103,8 @@ class ContinuousPlanner:
         block_size = worker.capacity.block_size
         preempted = False
         while _blocks_needed(worker, decodes) > worker.pool.num_free:
+            if worker.unpin():
+                continue  # growth comes before what is kept for the blocked head
             victim = self._victim(worker)
             if victim is None:
                 break  # preempting would free nothing now; who lacks a block sits out this step
@@ -151,44 +170,19 @@ class ContinuousPlanner:
             tokens = len(sequence.tokens)
             if sequence.preemptions > self._limits.reserve_after_preemptions:
                 tokens = sequence.worst_case_tokens
-            placement = worker.place(sequence, tokens)
+            if draft.plan_is_full(len(sequence.tokens), self._limits.max_plan_start_bytes):
+                break
             growth = len(worker.running) + 1 if worker.running else 0
-            if placement.takes + growth > worker.pool.num_free or self._plan_is_full(sequence, draft):
+            placement = worker.place(sequence, tokens)
+            if placement.takes + growth > worker.pool.num_free and worker.unpin():
+                placement = worker.place(sequence, tokens)  # preempted ones come before the blocked head's prefix
+            if placement.takes + growth > worker.pool.num_free:
                 break
             worker.preempted.pop(0)
             self._counters.resumed_hits += len(placement.hits) * worker.capacity.block_size
             self._join(worker, sequence, placement, draft)
             joined.append(sequence)
         return joined
-
-    def _admit(
-        self, worker: WorkerState, queue: WaitingQueue, draft: PlanDraft, defer: Defer, now: int
-    ) -> list[Sequence]:
-        """Waiting sequences in order, while slots and blocks for the *whole* prompt are there; the blocks are held."""
-        joined: list[Sequence] = []
-        watermark = math.ceil(worker.pool.num_blocks * self._limits.admission_watermark)
-        while (head := queue.head) is not None and len(worker.running) < self._limits.max_num_seqs:
-            if not worker.can_hold(head) or defer(worker):
-                break  # another worker takes it
-            placement = worker.place(head, len(head.tokens))
-            if placement.takes + (watermark if worker.running else 0) > worker.pool.num_free:
-                break
-            if self._plan_is_full(head, draft):
-                break
-            queue.remove(head)
-            head.admitted_ns = now
-            self._counters.admitted += 1
-            self._counters.prefix_queries += len(head.tokens)
-            self._counters.prefix_hits += len(placement.hits) * worker.capacity.block_size
-            self._join(worker, head, placement, draft)
-            joined.append(head)
-        return joined
-
-    def _plan_is_full(self, sequence: Sequence, draft: PlanDraft) -> bool:
-        """True if the tokens of one more sequence would make the plan's message too long; the next plan takes it."""
-        return (
-            draft.start_bytes > 0 and draft.start_bytes + 4 * len(sequence.tokens) > self._limits.max_plan_start_bytes
-        )
 
     def _join(self, worker: WorkerState, sequence: Sequence, placement: Placement, draft: PlanDraft) -> None:
         worker.hold(sequence, placement)

@@ -59,6 +59,9 @@ class Sequence:
     chain_root: bytes = b""
     registered: int = 0  # leading pages whose content is indexed
     shares_tail: bool = False  # its last page may be shared with a fork: copy it before the next write
+    blocked_since: int = 0  # when it first failed to fit as the head of the queue
+    bypasses: int = 0  # sequences admitted past it since
+    deadline: int = 0  # ns on the core's clock; 0: none
     children: list[Sequence] = field(default_factory=list)  # choices that fork from it once its prompt is computed
     end_reason: str = ""
 

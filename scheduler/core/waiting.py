@@ -1,37 +1,125 @@
-"""The waiting queue of one model: first in, first out inside a priority class, by original arrival."""
+"""The waiting queue of one model: priority classes that age, fair between tenants inside a class, first in first out
+inside a tenant.
+
+A sequence that once failed to fit in memory stays the head until it is admitted or leaves: fairness must not pick
+another head at every step, or nobody gathers bypasses (DESIGN 7).
+"""
 
 from __future__ import annotations
 
+import heapq
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 
+from scheduler.core.fairness import VirtualTokenCounters
 from scheduler.core.sequence import Seniority, Sequence
 
 
-class WaitingQueue:
-    """Ordered by seniority, so that a resumed request takes the place its first arrival gave it."""
+class _Fifo:
+    """Sequences of one tenant in one class, by seniority: a resumed request takes the place of its first arrival."""
 
     def __init__(self) -> None:
-        self._keys: list[Seniority] = []
-        self._by_key: dict[Seniority, Sequence] = {}
-
-    def __len__(self) -> int:
-        return len(self._keys)
-
-    def __iter__(self) -> Iterator[Sequence]:
-        return (self._by_key[key] for key in self._keys)
-
-    @property
-    def head(self) -> Sequence | None:
-        return self._by_key[self._keys[0]] if self._keys else None
+        self.keys: list[Seniority] = []
+        self.by_key: dict[Seniority, Sequence] = {}
 
     def push(self, sequence: Sequence) -> None:
-        insort(self._keys, sequence.seniority)
-        self._by_key[sequence.seniority] = sequence
+        insort(self.keys, sequence.seniority)
+        self.by_key[sequence.seniority] = sequence
 
     def remove(self, sequence: Sequence) -> None:
-        del self._by_key[sequence.seniority]
-        del self._keys[bisect_left(self._keys, sequence.seniority)]
+        del self.by_key[sequence.seniority]
+        del self.keys[bisect_left(self.keys, sequence.seniority)]
+
+    def at(self, index: int) -> Sequence | None:
+        return self.by_key[self.keys[index]] if index < len(self.keys) else None
+
+
+class WaitingQueue:
+    """``aging_ns``: waiting so long raises a sequence by one priority class; 0 turns aging off."""
+
+    def __init__(self, fairness: VirtualTokenCounters | None = None, aging_ns: int = 0) -> None:
+        self._fairness = fairness or VirtualTokenCounters()
+        self._aging_ns = aging_ns
+        self._classes: dict[int, dict[str, _Fifo]] = {}
+        self._length = 0
+        self.blocked: Sequence | None = None  # the head that failed to fit, until it is admitted or leaves
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[Sequence]:
+        for tenants in self._classes.values():
+            for fifo in tenants.values():
+                yield from (fifo.by_key[key] for key in fifo.keys)
+
+    def push(self, sequence: Sequence) -> None:
+        tenants = self._classes.setdefault(sequence.submit.priority, {})
+        tenants.setdefault(sequence.submit.tenant, _Fifo()).push(sequence)
+        self._length += 1
+
+    def remove(self, sequence: Sequence) -> None:
+        tenants = self._classes[sequence.submit.priority]
+        fifo = tenants[sequence.submit.tenant]
+        fifo.remove(sequence)
+        if not fifo.keys:
+            del tenants[sequence.submit.tenant]
+            if not tenants:
+                del self._classes[sequence.submit.priority]
+        self._length -= 1
+        if self.blocked is sequence:
+            self.blocked = None
+
+    def head(self, now: int) -> Sequence | None:
+        return next(self.order(now), None)
+
+    def order(self, now: int) -> Iterator[Sequence]:
+        """Sequences in the order they should be admitted, lazily. The queue must not change while it is read."""
+        if self.blocked is not None:
+            yield self.blocked
+        heads: list[tuple[int, int, int, Iterator[Sequence], Sequence]] = []
+        for priority, tenants in self._classes.items():
+            self._push_next(heads, priority, self._fair(tenants), now)
+        while heads:
+            _, _, priority, rest, sequence = heapq.heappop(heads)
+            if sequence is not self.blocked:
+                yield sequence
+            self._push_next(heads, priority, rest, now)
+
+    def _push_next(
+        self, heads: list[tuple[int, int, int, Iterator[Sequence], Sequence]], priority: int,
+        rest: Iterator[Sequence], now: int,
+    ) -> None:  # fmt: skip
+        sequence = next(rest, None)
+        if sequence is not None:
+            aged = (now - sequence.submitted_ns) // self._aging_ns if self._aging_ns else 0
+            heapq.heappush(heads, (priority - aged, sequence.seniority[1], priority, rest, sequence))
+
+    def _fair(self, tenants: dict[str, _Fifo]) -> Iterator[Sequence]:
+        """One class: the tenant with the least service first, as if each one yielded were admitted."""
+        if len(tenants) == 1:
+            (fifo,) = tenants.values()
+            index = 0
+            while (sequence := fifo.at(index)) is not None:
+                yield sequence
+                index += 1
+            return
+        turn = [(self._fairness.counter(tenant), tenant, 0) for tenant in tenants]
+        heapq.heapify(turn)
+        while turn:
+            counter, tenant, index = heapq.heappop(turn)
+            sequence = tenants[tenant].at(index)
+            if sequence is not None:
+                yield sequence
+                cost = self._fairness.input_cost(tenant, len(sequence.tokens))
+                heapq.heappush(turn, (counter + cost, tenant, index + 1))
 
     def position(self, sequence: Sequence) -> int:
-        return bisect_left(self._keys, sequence.seniority)
+        """How many of its own class and tenant stand before it, and all of better classes."""
+        ahead = sum(
+            len(fifo.keys)
+            for priority, tenants in self._classes.items()
+            if priority < sequence.submit.priority
+            for fifo in tenants.values()
+        )
+        fifo = self._classes[sequence.submit.priority][sequence.submit.tenant]
+        return ahead + bisect_left(fifo.keys, sequence.seniority)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from scheduler.core.blocks import BlockPool
 from scheduler.core.sequence import Seniority, Sequence, pages_for
+from scheduler.core.step_time import StepTimePredictor
 from shared.messages import Capacity
 from shared.page_hash import extend_chain, root_hash
 
@@ -84,6 +85,10 @@ class WorkerState:
     # Left-padded prefill of a static batch: (columns done, columns in all); None outside of one.
     static_columns: tuple[int, int] | None = None
     prefix_caching: bool = True
+    predictor: StepTimePredictor = field(default_factory=StepTimePredictor)
+    pinned_for: Sequence | None = None  # the blocked head whose cached prefix must not be evicted
+    pinned: list[int] = field(default_factory=list)
+    num_pinned: int = 0  # of those, blocks that only the pin keeps from being had
     _roots: dict[str, bytes] = field(default_factory=dict)  # cache salt -> root of its hash chains
     _free_slots: list[int] = field(default_factory=list)
     _slots_made: int = 0
@@ -118,6 +123,49 @@ class WorkerState:
         sequence.pages = placement.hits + fresh
         sequence.scheduled = len(placement.hits) * self.capacity.block_size
         sequence.registered = len(placement.hits)
+
+    def pin(self, head: Sequence, blocks: list[int]) -> None:
+        """Keep the blocked head's cached prefix from being evicted by those who pass it."""
+        self.unpin()
+        self.num_pinned = self.pool.num_unreferenced(blocks)
+        self.pool.share(blocks)
+        self.pinned_for, self.pinned = head, list(blocks)
+
+    def unpin(self) -> bool:
+        """Give the pinned blocks back. True if there were any: growth comes before the head's prefix."""
+        had = bool(self.pinned)
+        if had:
+            self.pool.release(self.pinned)
+        self.pinned_for, self.pinned, self.num_pinned = None, [], 0
+        return had
+
+    def own_blocks(self) -> list[int]:
+        """For each running sequence, the blocks that come back when it ends: those that it alone refers to.
+
+        A shared block comes back with its last holder, later than any of these says: leaving it out errs on the safe
+        side. References along a table never grow, so that the shared part is a prefix, found by bisection.
+        """
+        running = self.running
+        if not self.pool.num_shared:
+            return [len(sequence.pages) for sequence in running]
+        refs = self.pool.refs
+        own = []
+        for sequence in running:
+            pages = sequence.pages
+            low, high = 0, len(pages)
+            while low < high:
+                middle = (low + high) // 2
+                if refs(pages[middle]) > 1:
+                    low = middle + 1
+                else:
+                    high = middle
+            own.append(len(pages) - low)
+        return own
+
+    def committed_blocks(self) -> int:
+        """Blocks in use if every running sequence reached its max_tokens, sharing nothing."""
+        size = self.capacity.block_size
+        return sum(pages_for(sequence.worst_case_tokens, size) for sequence in self.running)
 
     def register(self, sequence: Sequence, computed: int) -> None:
         """Index the pages that ``computed`` leading tokens fill. Their tokens must be known."""
@@ -158,3 +206,9 @@ class WorkerState:
         yield from self.running
         yield from self.held
         yield from self.preempted
+
+    def tables(self) -> Iterator[list[int]]:
+        """Every holder of blocks."""
+        for sequence in self.sequences():
+            yield sequence.pages
+        yield self.pinned

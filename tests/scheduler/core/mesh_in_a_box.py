@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections import deque
 
+import msgspec
+
 from scheduler.core.core import SchedulerCore
 from scheduler.core.events import CoreEvent
 from scheduler.core.limits import Limits
@@ -38,7 +40,7 @@ def capacity(num_blocks: int = 64, block_size: int = 4, max_model_len: int = 128
 def request(
     request_id: str, prompt_len: int = 5, max_tokens: int = 6, *, seed: int = 1, n: int = 1, arrival_ns: int = 0,
     ignore_eos: bool = True, attempt: int = 1, priority: int = 0, gateway: str = "g",
-    resumed: list[bytes] | None = None, prompt: list[int] | None = None, salt: str = "",
+    resumed: list[bytes] | None = None, prompt: list[int] | None = None, salt: str = "", tenant: str = "",
 ) -> Submit:  # fmt: skip
     return Submit(
         request_id=request_id,
@@ -52,6 +54,7 @@ def request(
         priority=priority,
         resumed=resumed or [],
         cache_salt=salt,
+        tenant=tenant,
     )
 
 
@@ -61,7 +64,10 @@ def prompt_of(request_id: str, length: int) -> list[int]:
 
 class Box:
     def __init__(self, limits: Limits | None = None, policy: str = "continuous", workers: int = 1, **cap: int) -> None:
-        self.limits = limits or Limits(max_num_seqs=4, max_num_batched_tokens=16, prefill_chunk_limit=8)
+        # Without foresight, so that tests of preemption see some.
+        self.limits = limits or Limits(
+            max_num_seqs=4, max_num_batched_tokens=16, prefill_chunk_limit=8, growth_aware_admission=False
+        )
         self.core = SchedulerCore(self.limits, policy)
         self.now = 0
         self.events: list[CoreEvent] = []
@@ -81,8 +87,8 @@ class Box:
         self.queues[name] = deque()
         self.events += self.core.worker_up(name, incarnation, cap, self.now)
 
-    def submit(self, submit: Submit) -> SubmitReply:
-        reply = self.core.submit(submit, self.now)
+    def submit(self, submit: Submit, deadline: int = 0) -> SubmitReply:
+        reply = self.core.submit(msgspec.structs.replace(submit, deadline_ns=deadline), self.now)
         if reply.outcome is Outcome.ACCEPTED:
             self.submits[submit.request_id] = submit
         return reply
@@ -122,7 +128,10 @@ class Box:
                 assert (entry.request_id, entry.choice) not in self.ends
                 assert entry.count == len(got)
                 self.ends[entry.request_id, entry.choice] = entry.end
-        return StepResult(plan.epoch, worker, plan.incarnation, plan.step, tokens, ended)
+        rows = step.num_tokens
+        return StepResult(
+            plan.epoch, worker, plan.incarnation, plan.step, tokens, ended, forward_us=100 + 10 * rows, rows=rows
+        )
 
     def apply(self, result: StepResult) -> None:
         self.events += self.core.apply(result, self.now)

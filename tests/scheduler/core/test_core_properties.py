@@ -20,6 +20,8 @@ class Submitted:
     priority: int
     ignore_eos: bool
     family: int
+    tenant: str
+    deadline_ms: int
     salted: bool
 
 
@@ -30,6 +32,8 @@ submits = st.builds(
     n=st.sampled_from([1, 1, 1, 2, 3]),
     priority=st.sampled_from([0, 0, 0, 1]),
     ignore_eos=st.booleans(),
+    tenant=st.sampled_from(["", "", "a", "b"]),
+    deadline_ms=st.sampled_from([0, 0, 0, 2, 30]),
     family=st.integers(0, 2),  # prompts of a family share their beginnings
     salted=st.sampled_from([False, False, True]),
 )
@@ -55,6 +59,13 @@ setups = st.fixed_dictionaries(
         "block_size": st.sampled_from([1, 2, 4, 16]),
         "policy": st.sampled_from(["continuous", "continuous", "continuous", "static", "dynamic"]),
         "workers": st.integers(1, 2),
+        "growth_aware": st.booleans(),
+        "caching": st.booleans(),
+        "max_bypasses": st.sampled_from([0, 1, 3, 32]),
+        "window": st.sampled_from([0, 2, 64]),
+        "long_tokens": st.sampled_from([0, 0, 12]),
+        "target_itl_ns": st.sampled_from([0, 1000]),
+        "watermark": st.sampled_from([0.0, 0.02, 0.3]),
     }
 )
 
@@ -67,6 +78,14 @@ def drive(setup: dict[str, object], ops: list[object]) -> Box:
         enable_chunked_prefill=setup["chunked"],  # type: ignore[arg-type]
         run_ahead=setup["run_ahead"],  # type: ignore[arg-type]
         max_num_queued_reqs=30,
+        growth_aware_admission=setup["growth_aware"],  # type: ignore[arg-type]
+        enable_prefix_caching=setup["caching"],  # type: ignore[arg-type]
+        max_bypasses=setup["max_bypasses"],  # type: ignore[arg-type]
+        backfill_window=setup["window"],  # type: ignore[arg-type]
+        long_context_tokens=setup["long_tokens"],  # type: ignore[arg-type]
+        target_itl_ns=setup["target_itl_ns"],  # type: ignore[arg-type]
+        admission_watermark=setup["watermark"],  # type: ignore[arg-type]
+        min_prefill_tokens=1,
     )
     box = Box(
         limits, setup["policy"], setup["workers"],  # type: ignore[arg-type]
@@ -82,8 +101,9 @@ def drive(setup: dict[str, object], ops: list[object]) -> Box:
                 request(
                     f"r{count}", op.prompt_len, op.max_tokens, seed=count, n=op.n, arrival_ns=count,
                     ignore_eos=op.ignore_eos, priority=op.priority, salt="s" if op.salted else "",
-                    prompt=[(op.family * 100 + i * 7) % VOCAB for i in range(op.prompt_len)],
-                )
+                    prompt=[(op.family * 100 + i * 7) % VOCAB for i in range(op.prompt_len)], tenant=op.tenant,
+                ),
+                box.now + op.deadline_ms * MS if op.deadline_ms else 0,
             )  # fmt: skip
             count += 1
             box.core.check()

@@ -18,13 +18,26 @@ class StepTimePredictor:
         self._xx = self._xx * keep + tokens * tokens
         self._xy = self._xy * keep + tokens * duration_us
 
+    def tokens_within(self, duration_us: float) -> int | None:
+        """Most tokens that a step is predicted to run in ``duration_us``; None before the slope is known."""
+        slope = self._slope()
+        if slope is None or slope <= 0:
+            return None
+        base = self._y / self._n - slope * self._x / self._n
+        return max(0, int((duration_us - base) / slope))
+
+    def _slope(self) -> float | None:
+        if self._n == 0:
+            return None
+        mean_x, mean_y = self._x / self._n, self._y / self._n
+        variance = self._xx / self._n - mean_x * mean_x
+        if variance < 1e-6:
+            return None
+        return max(0.0, (self._xy / self._n - mean_x * mean_y) / variance)
+
     def predict_us(self, tokens: int) -> float:
         """Predicted duration; 0 before anything was observed."""
         if self._n == 0:
             return 0.0
-        mean_x, mean_y = self._x / self._n, self._y / self._n
-        variance = self._xx / self._n - mean_x * mean_x
-        if variance < 1e-6:
-            return mean_y
-        slope = max(0.0, (self._xy / self._n - mean_x * mean_y) / variance)
-        return max(0.0, mean_y + slope * (tokens - mean_x))
+        slope = self._slope() or 0.0
+        return max(0.0, self._y / self._n + slope * (tokens - self._x / self._n))

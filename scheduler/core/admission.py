@@ -1,0 +1,230 @@
+"""Who enters the batch: memory-aware FIFO breaking (DESIGN 7) over one projection of used blocks.
+
+The queue is served in order as long as its head fits. A head that does not fit becomes the *blocked head*: its matched
+prefix is pinned, and later sequences may pass it by the rule of EASY backfilling (Lifka 1995; Mu'alem and Feitelson,
+TPDS 2001): they must fit now, and either be expected to end before the head's shadow time or fit in what the head will
+leave. Expectations can be wrong, so the head's wait is also bounded hard: after ``max_bypasses`` or
+``max_bypass_wait_ns`` it holds a reservation, and only what is sure, by its max_tokens, to end first still passes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from scheduler.core.draft import PlanDraft
+from scheduler.core.events import Counters
+from scheduler.core.fairness import VirtualTokenCounters
+from scheduler.core.lengths import OutputLengths
+from scheduler.core.limits import Limits
+from scheduler.core.projection import Growing, Projection
+from scheduler.core.sequence import Sequence, pages_for
+from scheduler.core.waiting import WaitingQueue
+from scheduler.core.worker_state import Placement, WorkerState
+
+Defer = Callable[[WorkerState, Sequence], bool]
+"""True if another worker should admit this sequence instead (a request binds when it is admitted)."""
+
+Join = Callable[[WorkerState, Sequence, Placement, PlanDraft], None]
+
+
+class Admission:
+    def __init__(
+        self, limits: Limits, counters: Counters, lengths: OutputLengths, fairness: VirtualTokenCounters
+    ) -> None:
+        self._limits = limits
+        self._counters = counters
+        self._lengths = lengths
+        self._fairness = fairness
+
+    def admit(
+        self, worker: WorkerState, queue: WaitingQueue, draft: PlanDraft, defer: Defer, join: Join, now: int
+    ) -> list[Sequence]:
+        """Admit what may enter now; each is removed from the queue and joined."""
+        limits = self._limits
+        chosen: list[tuple[Sequence, Placement]] = []
+        pass_ = _Pass(self, worker, now)
+        looked = 0
+        for sequence in queue.order(now):
+            if len(worker.running) >= limits.max_num_seqs or looked > limits.backfill_window:
+                break
+            looked += 1
+            if draft.plan_is_full(len(sequence.tokens), limits.max_plan_start_bytes):
+                break
+            if not worker.can_hold(sequence) or defer(worker, sequence):
+                if pass_.head is None:
+                    break  # another worker takes it
+                continue
+            if pass_.head is None and pass_.too_long(sequence):
+                continue  # isolated, not blocked: it waits for the long ones that run, not for memory
+            placement = worker.place(sequence, len(sequence.tokens))
+            if pass_.head is None:
+                if not pass_.fits(sequence, placement):
+                    if not self.block(worker, queue, sequence, placement, now):
+                        break
+                    pass_.set_head(sequence, placement)
+                    if limits.max_bypasses == 0:
+                        break
+                    continue
+            elif pass_.too_long(sequence) or not pass_.may_pass(sequence, placement):
+                continue
+            else:
+                pass_.head.bypasses += 1
+                self._counters.bypasses += 1
+            if sequence is queue.blocked:
+                worker.unpin()
+            chosen.append((sequence, placement))
+            self._enter(worker, sequence, placement, draft, join, now)
+            pass_.joined(sequence)
+        for sequence, _ in chosen:
+            queue.remove(sequence)
+        return [sequence for sequence, _ in chosen]
+
+    def block(self, worker: WorkerState, queue: WaitingQueue, head: Sequence, placement: Placement, now: int) -> bool:
+        """``head`` does not fit: it stays the head, and what the cache holds of it is pinned. False if another
+        sequence is the blocked head already (of another worker): one reservation at a time."""
+        if queue.blocked is not None and queue.blocked is not head:
+            return False
+        if queue.blocked is None:
+            queue.blocked = head
+            if not head.blocked_since:
+                head.blocked_since = now
+        if placement.hits and worker.pinned_for is not head:
+            worker.pin(head, placement.hits)
+        return True
+
+    def _enter(
+        self, worker: WorkerState, sequence: Sequence, placement: Placement, draft: PlanDraft, join: Join, now: int
+    ) -> None:
+        sequence.admitted_ns = now
+        self._counters.admitted += 1
+        self._counters.prefix_queries += len(sequence.tokens)
+        self._counters.prefix_hits += len(placement.hits) * worker.capacity.block_size
+        if sequence.blocked_since:
+            self._counters.worst_head_wait_ns = max(self._counters.worst_head_wait_ns, now - sequence.blocked_since)
+        self._fairness.charge_input(sequence.submit.tenant, len(sequence.tokens))
+        join(worker, sequence, placement, draft)
+
+    # --- the projection's inputs ------------------------------------------------------------------------------------
+
+    def growing(self, worker: WorkerState, sequence: Sequence, own: int, sure: bool) -> Growing:
+        """``sure``: by its max_tokens instead of by expectation."""
+        generated = sequence.generated + sequence.pending
+        max_left = max(0, sequence.submit.sampling.max_tokens - generated)
+        left = max_left if sure else self._lengths.expected_left(generated, max_left)
+        return Growing(len(sequence.tokens) + sequence.pending, left, own, len(sequence.pages))
+
+    def candidate(self, worker: WorkerState, sequence: Sequence, placement: Placement) -> Growing:
+        max_left = max(0, sequence.submit.sampling.max_tokens - sequence.generated)
+        left = self._lengths.expected_left(sequence.generated, max_left)
+        tokens = len(sequence.tokens)
+        return Growing(tokens, left, placement.new, pages_for(tokens, worker.capacity.block_size))
+
+    def project(self, worker: WorkerState, sure: bool = False) -> Projection:
+        own = worker.own_blocks()
+        return Projection(
+            [self.growing(worker, sequence, own[index], sure) for index, sequence in enumerate(worker.running)],
+            worker.pool.num_used - worker.num_pinned,
+            worker.pool.num_blocks,
+            worker.capacity.block_size,
+        )
+
+
+class _Pass:
+    """One pass over the queue for one worker: figures are made when first needed, and again after a join."""
+
+    def __init__(self, admission: Admission, worker: WorkerState, now: int) -> None:
+        self._admission = admission
+        self._limits = admission._limits
+        self._worker = worker
+        self._now = now
+        self._watermark = math.ceil(worker.pool.num_blocks * self._limits.admission_watermark)
+        self._projection: Projection | None = None
+        self.head: Sequence | None = None
+        self._shadow = 0
+        self._spare = 0
+        self._reserved = False
+        self._long_blocks: int | None = None
+        self._committed: int | None = None
+
+    @property
+    def _limit(self) -> int:
+        return self._worker.pool.num_blocks - self._watermark
+
+    def joined(self, sequence: Sequence) -> None:
+        self._projection = None
+        if self._committed is not None:
+            self._committed += pages_for(sequence.worst_case_tokens, self._worker.capacity.block_size)
+        if self._long_blocks is not None and self._is_long(sequence):
+            self._long_blocks += len(sequence.pages)
+
+    def fits(self, sequence: Sequence, placement: Placement) -> bool:
+        """True if the whole prompt fits now, with the watermark, and what all are expected to grow by fits too."""
+        worker = self._worker
+        if not worker.running:
+            return placement.takes <= worker.pool.num_free
+        if placement.takes + self._watermark > worker.pool.num_free:
+            return False
+        if not self._limits.growth_aware_admission:
+            return True
+        worst = pages_for(sequence.worst_case_tokens, worker.capacity.block_size)
+        if self._committed is None:
+            self._committed = worker.committed_blocks()
+        pinned = worker.num_pinned if sequence is not worker.pinned_for else 0
+        if self._committed + worst + pinned <= self._limit:
+            return True  # even if every one runs to its max_tokens
+        candidate = self._admission.candidate(worker, sequence, placement)
+        return self._project().fits_with(candidate, placement.takes + pinned, self._limit)
+
+    def set_head(self, head: Sequence, placement: Placement) -> None:
+        limits = self._limits
+        self.head = head
+        waited = self._now - head.blocked_since
+        self._reserved = head.bypasses >= limits.max_bypasses or waited >= limits.max_bypass_wait_ns
+        need = pages_for(len(head.tokens), self._worker.capacity.block_size)
+        if self._reserved:
+            self._shadow, self._spare = self._admission.project(self._worker, sure=True).shadow(need, self._limit)
+        else:
+            self._shadow, self._spare = self._project().shadow(need, self._limit)
+
+    def may_pass(self, sequence: Sequence, placement: Placement) -> bool:
+        """The backfilling rule. What fits in the spare uses it up."""
+        assert self.head is not None
+        if not self.fits(sequence, placement):
+            return False
+        max_left = sequence.submit.sampling.max_tokens - sequence.generated
+        if self._reserved:
+            return max_left + self._prefill_steps(sequence) <= self._shadow
+        candidate = self._admission.candidate(self._worker, sequence, placement)
+        if candidate.left + self._prefill_steps(sequence) <= self._shadow:
+            return True
+        blocks = placement.takes + candidate.extra(candidate.left, self._worker.capacity.block_size)
+        if blocks <= self._spare:
+            self._spare -= blocks
+            return True
+        return False
+
+    def _prefill_steps(self, sequence: Sequence) -> int:
+        return -(-len(sequence.tokens) // self._limits.prefill_chunk_limit)
+
+    def too_long(self, sequence: Sequence) -> bool:
+        """Long-context isolation: long ones together hold no more than their share of the blocks while shorter ones
+        wait. Never against the only long one, nor against a head that holds a reservation."""
+        limits = self._limits
+        if not limits.long_context_tokens or not self._is_long(sequence) or sequence.bypasses >= limits.max_bypasses:
+            return False
+        worker = self._worker
+        if self._long_blocks is None:
+            self._long_blocks = sum(len(s.pages) for s in worker.running if self._is_long(s))
+        if not self._long_blocks:
+            return False
+        need = pages_for(len(sequence.tokens), worker.capacity.block_size)
+        return self._long_blocks + need > limits.long_context_share * worker.pool.num_blocks
+
+    def _is_long(self, sequence: Sequence) -> bool:
+        return sequence.prompt_len >= self._limits.long_context_tokens
+
+    def _project(self) -> Projection:
+        if self._projection is None:
+            self._projection = self._admission.project(self._worker)
+        return self._projection

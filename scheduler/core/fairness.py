@@ -1,0 +1,64 @@
+"""Service received per tenant: virtual token counters (VTC; Sheng et al., OSDI 2024).
+
+The tenant with the least service, by weight, is next. A tenant that was idle starts at the least counter of those
+active, so that idleness saves up no claim. Integers, in micro-tokens, so that replays agree.
+"""
+
+from __future__ import annotations
+
+INPUT_WEIGHT = 1  # w_p: an input token
+OUTPUT_WEIGHT = 2  # w_q: an output token
+_SCALE = 1_000_000
+
+
+class VirtualTokenCounters:
+    def __init__(self) -> None:
+        self._counters: dict[str, int] = {}
+        self._weights: dict[str, int] = {}  # percent
+        self._active: dict[str, int] = {}  # live sequences per tenant
+
+    def arrive(self, tenant: str, sequences: int, weight_percent: int = 100) -> None:
+        """``sequences`` of a tenant become live. The last weight given holds."""
+        self._weights[tenant] = max(1, weight_percent)
+        if tenant not in self._active:
+            floor = min((self._counters[other] for other in self._active), default=0)
+            self._counters[tenant] = max(self._counters.get(tenant, 0), floor)
+        self._active[tenant] = self._active.get(tenant, 0) + sequences
+
+    def leave(self, tenant: str) -> None:
+        """One live sequence of the tenant ended."""
+        self._active[tenant] -= 1
+        if not self._active[tenant]:
+            del self._active[tenant]
+            # Only an active tenant's counter is compared with; a passive one's matters until the others pass it.
+            floor = min((self._counters[other] for other in self._active), default=None)
+            if floor is None:
+                self._counters.clear()
+                self._weights.clear()
+            else:
+                for other in [t for t, c in self._counters.items() if t not in self._active and c <= floor]:
+                    del self._counters[other]
+                    del self._weights[other]
+
+    @property
+    def contended(self) -> bool:
+        """True if more than one tenant is active: else counters need not be kept (an arrival starts level)."""
+        return len(self._active) > 1
+
+    def charge_input(self, tenant: str, tokens: int) -> None:
+        """At first admission only: a preemption is the system's decision and charges nobody again."""
+        self._charge(tenant, tokens * INPUT_WEIGHT)
+
+    def charge_output(self, tenant: str, tokens: int) -> None:
+        self._charge(tenant, tokens * OUTPUT_WEIGHT)
+
+    def _charge(self, tenant: str, cost: int) -> None:
+        if tenant in self._active:
+            self._counters[tenant] += cost * _SCALE * 100 // self._weights[tenant]
+
+    def counter(self, tenant: str) -> int:
+        return self._counters.get(tenant, 0)
+
+    def input_cost(self, tenant: str, tokens: int) -> int:
+        """What admitting so many input tokens would add to the counter."""
+        return tokens * INPUT_WEIGHT * _SCALE * 100 // self._weights.get(tenant, 100)
