@@ -73,8 +73,8 @@ class Simulation:
         for worker in workers:
             self._carry_out(core.worker_up(worker.name, worker.incarnation, worker.capacity, 0))
 
-    def run(self) -> Measurements:
-        """Until every request has ended. Raises Stalled if that never comes."""
+    def run(self, until_ns: int = 0) -> Measurements:
+        """Until every request has ended, or until ``until_ns`` if given. Raises Stalled if nothing happens any more."""
         self._at(TICK_NS, self._tick)
         if self._concurrency:
             for _ in range(min(self._concurrency, len(self._requests))):
@@ -83,7 +83,11 @@ class Simulation:
             self._at(self._requests[0].at_ns + self._bus_ns, self._arrive)
         heap = self._heap
         while heap and (self._open or self._next_request < len(self._requests)):
-            self.now, _, call, arguments = heapq.heappop(heap)
+            when, _, call, arguments = heapq.heappop(heap)
+            if until_ns and when > until_ns:
+                self.measured.finished_ns = until_ns
+                break
+            self.now = when
             call(*arguments)
         return self.measured
 

@@ -61,6 +61,7 @@ class Sample:
     decode_rows: int
     padding_rows: int
     busy_s: float
+    tenant_tokens: tuple[int, ...] = ()  # generated so far, by tenant, where there are several
 
 
 @dataclass
@@ -87,6 +88,12 @@ class Measurements:
         self.admitted_ns: Ints = np.full(size, -1, np.int64)
         self.ended_ns: Ints = np.full(size, -1, np.int64)
         self.reason = [""] * size
+        tenants = sorted({request.tenant for request in self.population.requests})
+        self.tenants = tenants if len(tenants) > 1 else []
+        numbers = {tenant: index for index, tenant in enumerate(tenants)}
+        self._tenant_of = np.array([numbers[one.tenant] for one in self.population.requests], np.int64)[
+            self.population.request_of
+        ]
         self._head = 0  # the oldest sequence that waits
         self._head_since_ns = 0
         self._sample_every_ns = 50_000_000
@@ -182,6 +189,13 @@ class Measurements:
             Sample(
                 now / 1e9, core.num_running, core.num_waiting, core.num_preempted, used, cached, shared, total, filled,
                 held, awaited, counters.new_tokens, counters.preemptions, counters.recomputed_tokens,
-                self.prefill_rows, self.decode_rows, self.padding_rows, self.busy_ns / 1e9,
+                self.prefill_rows, self.decode_rows, self.padding_rows, self.busy_ns / 1e9, self._by_tenant(),
             )
         )  # fmt: skip
+
+    def _by_tenant(self) -> tuple[int, ...]:
+        if not self.tenants:
+            return ()
+        generated = self.population.length - self.population.left
+        counts = np.bincount(self._tenant_of, weights=generated, minlength=len(self.tenants))
+        return tuple(int(count) for count in counts)

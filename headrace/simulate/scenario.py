@@ -61,9 +61,12 @@ class Run:
 def run(
     scenario: Scenario, requests: Sequence[Request], variant: str = "", *, concurrency: int = 0,
     progress: Callable[[int, int], None] | None = None, on_plan: Callable[[StepPlan], None] | None = None,
-    step_time: StepTime | None = None,
+    step_time: StepTime | None = None, until_s: float = 0,
 ) -> Run:  # fmt: skip
-    """Simulate ``requests``. Raises UnknownHardware if the model does not fit, Stalled if the scheduler is stuck."""
+    """Simulate ``requests``, to their ends or for ``until_s`` virtual seconds.
+
+    Raises UnknownHardware if the model does not fit, Stalled if the scheduler is stuck.
+    """
     deployment = scenario.deployment
     capacity = simulated_capacity(
         scenario.kv_tokens or deployment.kv_tokens, scenario.block_size, scenario.max_model_len
@@ -77,7 +80,7 @@ def run(
         on_plan=on_plan,
     )  # fmt: skip
     with _without_gc():
-        measured = simulation.run()
+        measured = simulation.run(int(until_s * 1e9))
     return Run(figures(variant, core, measured, scenario.slo), measured, core)
 
 

@@ -1,6 +1,6 @@
 """Eager admission with naive preemption: what engines did before they learned to hold back.
 
-``vllm-v0``: admit in strict order while the whole prompt's blocks and a watermark of 1 % are free; when a running
+``vllm-v0``: admit in strict order while the whole prompt's blocks and the watermark are free; when a running
 sequence finds no block, evict the youngest running one; it forgets everything and goes to the front of the queue (vLLM
 v0's ``BlockSpaceManager`` and recompute preemption). Nothing is admitted in a step that preempted.
 
@@ -23,8 +23,6 @@ from scheduler.core.planner import Defer
 from scheduler.core.sequence import Sequence, Status, pages_for
 from scheduler.core.waiting import WaitingQueue
 from scheduler.core.worker_state import Placement, WorkerState
-
-_WATERMARK = 0.01
 
 
 class EagerPlanner:
@@ -102,7 +100,7 @@ class EagerPlanner:
         self, worker: WorkerState, queue: WaitingQueue, admit: bool, draft: PlanDraft, budget: int, now: int
     ) -> None:
         """Evicted sequences are the front of the queue; the first that does not fit stops those behind it."""
-        watermark = math.ceil(worker.pool.num_blocks * _WATERMARK)
+        watermark = math.ceil(worker.pool.num_blocks * self._limits.admission_watermark)
         while budget > 0 and len(worker.running) < self._limits.max_num_seqs:
             resumed = bool(worker.preempted)
             head = worker.preempted[0] if resumed else (queue.head if admit else None)

@@ -113,13 +113,13 @@ def test_with_ample_memory_the_order_is_that_of_arrival() -> None:
 
 
 def test_the_heads_cached_prefix_is_pinned_against_those_who_pass() -> None:
-    box = Box(limits(), num_blocks=26)
+    box = Box(limits(), num_blocks=28)
     prefix = list(range(300, 332))
     box.submit(request("first", prompt=prefix, max_tokens=1, arrival_ns=0))
     box.run()
     box.submit(request("runner", prompt_len=40, max_tokens=12, arrival_ns=1))
     box.step()
-    box.submit(request("big", prompt=[*prefix, *range(400, 440)], max_tokens=2, arrival_ns=2))
+    box.submit(request("big", prompt=[*prefix, *range(400, 452)], max_tokens=2, arrival_ns=2))
     box.step()
     worker = box.core.workers["w0"]
     assert worker.pinned_for is not None and len(worker.pinned) == 8
