@@ -125,7 +125,6 @@ class Admission:
         return Projection(
             [self.growing(worker, sequence, own[index], sure) for index, sequence in enumerate(worker.running)],
             worker.pool.num_used - worker.num_pinned,
-            worker.pool.num_blocks,
             worker.capacity.block_size,
         )
 

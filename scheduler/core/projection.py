@@ -7,6 +7,7 @@ counts whole, since its blocks are held.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,55 +22,84 @@ class Growing:
     own: int
     blocks: int
 
+    def room(self, block_size: int) -> int:
+        """Tokens that still fit in its blocks. A whole block or more: its worst case is reserved, it does not grow."""
+        return max(0, self.blocks * block_size - self.tokens)
+
     def extra(self, steps: int, block_size: int) -> int:
         """Blocks it needs beside those it has, ``steps`` from now (it grows no more after its end)."""
         return max(0, -(-(self.tokens + min(steps, self.left)) // block_size) - self.blocks)
 
 
+@dataclass(slots=True, frozen=True)
+class _Segment:
+    """Between two ends: ``held`` blocks of those alive, of whom ``alive`` grow, with room for ``room[s]`` times s."""
+
+    until: int  # the step of the next end
+    held: int
+    alive: int
+    room: tuple[int, ...]
+
+    def used(self, step: int) -> int:
+        # After q * block_size + r steps, a sequence with room for s < block_size more tokens in the blocks it has needs
+        # q more blocks, and one beyond if s < r: a histogram of the rooms counts the growth of all exactly.
+        whole, rest = divmod(step, len(self.room))
+        return self.held + self.alive * whole + sum(self.room[:rest])
+
+
 class Projection:
     """``used_now`` blocks are held by ``running``; nothing else joins."""
 
-    def __init__(self, running: Sequence[Growing], used_now: int, total: int, block_size: int) -> None:
-        self._running = sorted(running, key=lambda one: one.left)
-        self._total = total
+    def __init__(self, running: Sequence[Growing], used_now: int, block_size: int) -> None:
         self._block_size = block_size
-        # At the end of each sequence, in order: (step, blocks used just before it leaves, just after).
-        self.ends: list[tuple[int, int, int]] = []
-        # Growth is summed over those alive, in tokens; half a block each stands for the rounding up.
-        alive = len(self._running)
-        slack = sum(one.blocks * block_size - one.tokens for one in self._running)  # room in the blocks they have
+        room = [0] * block_size
+        alive = 0
+        for one in running:
+            if one.room(block_size) < block_size:
+                room[one.room(block_size)] += 1
+                alive += 1
         held = used_now
-        for one in self._running:
-            step = one.left
-            grown = -(-max(0, alive * step - slack) // block_size) if alive else 0
-            before = held + grown + (alive // 2 if grown else 0)
+        self._segments: list[_Segment] = []
+        ordered = sorted(running, key=lambda one: one.left)
+        for index, one in enumerate(ordered):
+            if index == 0 or one.left > ordered[index - 1].left:
+                self._segments.append(_Segment(one.left, held, alive, tuple(room)))
             held -= one.own
-            slack -= one.blocks * block_size - one.tokens
-            alive -= 1
-            # What it grew by is gone with it: the sum over those left is taken afresh at the next end.
-            grown_after = -(-max(0, alive * step - slack) // block_size) if alive else 0
-            self.ends.append((step, before, held + grown_after + (alive // 2 if grown_after else 0)))
+            if one.room(block_size) < block_size:
+                room[one.room(block_size)] -= 1
+                alive -= 1
+        self._last = _Segment(1 << 62, held, alive, tuple(room))
+        self._untils = [segment.until for segment in self._segments]
+        self._before = [segment.used(segment.until) for segment in self._segments]
 
     @property
     def peak(self) -> int:
-        """Most blocks used at any time if nothing joins."""
-        return max((before for _, before, _ in self.ends), default=0)
+        """Most blocks used at any time if nothing joins. Use only grows between two ends."""
+        return max(self._before, default=0)
+
+    def used(self, step: int) -> int:
+        """Blocks used after ``step`` steps, those that end then not yet gone."""
+        index = bisect_left(self._untils, step)
+        return (self._segments[index] if index < len(self._segments) else self._last).used(step)
 
     def fits_with(self, candidate: Growing, takes: int, limit: int) -> bool:
         """True if, with ``candidate`` taking ``takes`` blocks now, use never exceeds ``limit`` until it ends."""
-        for step, before, _ in self.ends:
-            at = min(step, candidate.left)
-            if before + takes + candidate.extra(at, self._block_size) > limit and step <= candidate.left:
+        size = self._block_size
+        for until, before in zip(self._untils, self._before, strict=True):
+            if until >= candidate.left:
+                break
+            if before + takes + candidate.extra(until, size) > limit:
                 return False
-        last = max((after for step, _, after in self.ends if step <= candidate.left), default=0)
-        return last + takes + candidate.extra(candidate.left, self._block_size) <= limit or not self.ends
+        return self.used(candidate.left) + takes + candidate.extra(candidate.left, size) <= limit
 
     def shadow(self, need: int, limit: int) -> tuple[int, int]:
         """(step at which ``need`` blocks can be had under ``limit``, blocks to spare then beyond the need).
 
         The shadow time and the extra nodes of EASY backfilling (Lifka 1995; Mu'alem and Feitelson 2001).
         """
-        for step, _, after in self.ends:
+        for index, until in enumerate(self._untils):
+            following = self._segments[index + 1] if index + 1 < len(self._segments) else self._last
+            after = following.used(until)
             if after + need <= limit:
-                return step, limit - after - need
-        return (self.ends[-1][0] if self.ends else 0), 0
+                return until, limit - after - need
+        return (self._untils[-1] if self._untils else 0), 0

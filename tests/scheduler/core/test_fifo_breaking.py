@@ -124,7 +124,7 @@ def test_the_heads_cached_prefix_is_pinned_against_those_who_pass() -> None:
     worker = box.core.workers["w0"]
     assert worker.pinned_for is not None and len(worker.pinned) == 8
     for index in range(6):
-        box.submit(request(f"s{index}", prompt_len=8, max_tokens=2, arrival_ns=3 + index))
+        box.submit(request(f"s{index}", prompt_len=8, max_tokens=1, arrival_ns=3 + index))
     box.run()
     hit = next(s.computed for plan in box.plans for s in plan.starts if s.request_id == "big")
     assert hit == 32

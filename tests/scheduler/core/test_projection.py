@@ -1,0 +1,57 @@
+"""Projected use of blocks, against a simulation of the same sequences step by step."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scheduler.core.projection import Growing, Projection
+
+BLOCK = 4
+
+
+def growing(tokens: int, left: int) -> Growing:
+    blocks = -(-tokens // BLOCK)
+    return Growing(tokens, left, blocks, blocks)
+
+
+def used_at(running: list[Growing], step: int, leaving: bool) -> int:
+    """Blocks in use after ``step`` steps, before (or after) those that end at it leave."""
+    alive = [one for one in running if one.left > step or (one.left == step and not leaving)]
+    return sum(-(-(one.tokens + step) // BLOCK) for one in alive)
+
+
+sequences = st.lists(st.builds(growing, tokens=st.integers(1, 60), left=st.integers(1, 40)), max_size=12)
+
+
+@given(sequences)
+def test_use_at_every_step_is_exact(running: list[Growing]) -> None:
+    projection = Projection(running, sum(one.blocks for one in running), BLOCK)
+    for step in range(45):
+        assert projection.used(step) == used_at(running, step, leaving=False)
+    assert projection.peak == max((used_at(running, one.left, leaving=False) for one in running), default=0)
+
+
+@given(sequences, st.integers(1, 40), st.integers(1, 40), st.integers(4, 80))
+def test_a_candidate_fits_exactly_if_use_with_it_never_exceeds_the_limit(
+    running: list[Growing], tokens: int, left: int, limit: int
+) -> None:
+    projection = Projection(running, sum(one.blocks for one in running), BLOCK)
+    candidate = growing(tokens, left)
+    steps = sorted({one.left for one in running if one.left <= left} | {left})
+    peak = max(used_at([*running, candidate], step, leaving=False) for step in steps)
+    assert projection.fits_with(candidate, candidate.blocks, limit) == (peak <= limit)
+
+
+@given(sequences, st.integers(1, 30), st.integers(10, 80))
+def test_the_shadow_time_is_the_first_at_which_the_need_can_be_had(
+    running: list[Growing], need: int, limit: int
+) -> None:
+    projection = Projection(running, sum(one.blocks for one in running), BLOCK)
+    step, spare = projection.shadow(need, limit)
+    for one in sorted({one.left for one in running}):
+        free = limit - used_at(running, one, leaving=True)
+        if free >= need:
+            assert (step, spare) == (one, free - need)
+            return
+    assert spare == 0
