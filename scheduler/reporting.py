@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable
 from observability.tracing import Tracing
 from scheduler.core.admissible import max_model_len
 from scheduler.core.core import SchedulerCore
-from scheduler.core.events import CoreEvent, Counters, Ended, Failed, Preempted
+from scheduler.core.events import CoreEvent, Counters, Ended, Failed, Found, Preempted
 from scheduler.core.sequence import Sequence
 from scheduler.metrics import SchedulerMetrics
-from shared.messages import ModelInfo, RequestEvent, SchedulerBeat, encode
+from shared.messages import ModelInfo, RequestEvent, SchedulerBeat, TokenBatch, TokenEntry, encode
 from shared.subjects import Subjects
 
 
@@ -40,12 +40,25 @@ class Reporter:
                 self._post(self._subjects.event(submit.gateway), encode(message))
                 self._metrics.ended.labels("failed").inc()
                 self._trace(event.sequence, event.now_ns)
+            elif isinstance(event, Found):
+                self._post(self._subjects.tokens(event.submit.gateway), encode(self._found(event)))
             elif isinstance(event, Ended):
                 self._metrics.ended.labels(event.reason).inc()
                 self._trace(event.sequence, event.now_ns)
             elif isinstance(event, Preempted):
                 self._metrics.preemptions.inc()
                 self._metrics.preemptions_by_cause.labels(event.cause).inc()
+
+    def _found(self, found: Found) -> TokenBatch:
+        """A search's result in the form in which a worker's tokens come: a gateway need not know the difference."""
+        submit = found.submit
+        entries = [
+            TokenEntry(
+                submit.request_id, submit.attempt, choice, 0, one.tokens, one.end, len(one.tokens), one.log_prob
+            )
+            for choice, one in enumerate(found.hypotheses)
+        ]  # fmt: skip
+        return TokenBatch(self._core.epoch, "", 0, 0, entries)
 
     def _trace(self, sequence: Sequence, now: int) -> None:
         admitted = sequence.admitted_ns or now

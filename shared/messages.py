@@ -68,6 +68,9 @@ class Sampling(Message, frozen=True):
     min_tokens: int = 0
     ignore_eos: bool = False
     stop_token_ids: list[int] = []
+    beam_width: int = 0  # > 0: beam search with so many beams; temperature and filters do not apply
+    length_penalty: float = 1.0  # of beam search: score = log-probability / length ** length_penalty
+    want_score: bool = False  # report the cumulative log-probability of each choice at its end (best_of)
 
 
 # --- gateway -> scheduler -------------------------------------------------------------------------------------------
@@ -153,6 +156,7 @@ class StepPlan(Message, frozen=True, tag="plan"):
     copies: list[tuple[int, int]] = []  # (source page, target page), before anything is written
     backlog: bool = False  # work was in hand when the previous step ended: an idle gap before this step counts
     replaces: list[tuple[int, int, int]] = []  # (slot, index in its block table, page): copy-on-write
+    feeds: list[tuple[int, int]] = []  # (slot, token) that beam search chose for it
 
 
 class Reset(Message, frozen=True, tag="reset"):
@@ -172,7 +176,8 @@ class StepResult(Message, frozen=True, tag="result"):
     worker: str
     incarnation: int
     step: int
-    tokens: list[int]  # one for each sampled row, in plan order; -1 where the slot had already ended
+    # One for each sampled row, in plan order; -1 where the slot had already ended, -2 for a beam.
+    tokens: list[int]
     ended: list[tuple[int, str]] = []  # (slot, EndReason): EOS, stop ids and lengths are checked at the worker
     forward_us: int = 0  # from the plan's start to sampled tokens
     gap_us: int = 0  # how long the step loop was blocked for want of this plan, while plan.backlog
@@ -180,6 +185,8 @@ class StepResult(Message, frozen=True, tag="result"):
     padding_rows: int = 0
     kv_bytes_copied: int = 0  # by copies in this step; joining and leaving never copy
     wait_us: int = 0  # how long the loop waited for this plan at all, backlog or not
+    # Of each beam that ran: (slot, its best continuations, their log-probabilities).
+    candidates: list[tuple[int, list[int], list[float]]] = []
 
 
 class Need(Message, frozen=True, tag="need"):
@@ -212,6 +219,7 @@ class TokenEntry(Message, frozen=True):
     tokens: list[int]
     end: str = ""  # an EndReason in the entry that ends the choice, else empty
     count: int = 0  # with ``end``: how many tokens the choice has in all
+    log_prob: float = 0.0  # with ``end``, where Sampling asks for it: cumulative log-probability of the choice
 
 
 class TokenBatch(Message, frozen=True, tag="tokens"):

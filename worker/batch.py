@@ -38,6 +38,7 @@ class Slot:
     computed: int  # leading tokens whose KV is in the pages
     num_pages: int
     ended: str = ""  # an EndReason once it has ended
+    log_prob: float = 0.0  # cumulative, where Sampling.want_score asks for it
     first_row_ns: int = 0  # when its first row ran: for spans
     first_token_ns: int = 0
 
@@ -75,6 +76,27 @@ class Step:
         return sum(row.count for row in self.rows)
 
 
+@dataclass(slots=True)
+class Sampled:
+    """What a forward pass yields: for each row with ``sample``, in row order, then for each of ``step.forks``."""
+
+    tokens: list[int]  # the sampled token; for a beam (Sampling.beam_width > 0) any value
+    # By place in ``tokens``. Beams: their best continuations and log-probabilities, best first.
+    candidates: dict[int, tuple[list[int], list[float]]] = field(default_factory=dict)
+    # Where Sampling.want_score asks: the token's log-probability under the model, before temperature and filters.
+    log_probs: dict[int, float] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Settled:
+    """What a step's result says (see StepResult), and the entries for gateways."""
+
+    tokens: list[int] = field(default_factory=list)
+    ended: list[tuple[int, str]] = field(default_factory=list)
+    entries: list[tuple[Slot, TokenEntry]] = field(default_factory=list)
+    candidates: list[tuple[int, list[int], list[float]]] = field(default_factory=list)
+
+
 class Batch:
     """``tables[slot, i]`` is the page that holds tokens ``i * block_size ..`` of the sequence in ``slot`` (int32)."""
 
@@ -97,6 +119,8 @@ class Batch:
             self._start(start)
         for index, place, page in plan.replaces:
             self._replace_page(self._slot(index), place, page)
+        for index, token in plan.feeds:
+            self._slot(index).tokens.append(token)
         for index, pages in plan.pages:
             self._append_pages(self._slot(index), pages)
         rows: list[Row] = []
@@ -113,38 +137,43 @@ class Batch:
             rows.append(Row(slot, max(1, slot.computed), count, sample=False, padding=True))
         return Step(rows, self._forks(plan, rows), list(plan.copies))
 
-    def settle(
-        self, plan: StepPlan, sampled: list[int]
-    ) -> tuple[list[int], list[tuple[int, str]], list[tuple[Slot, TokenEntry]]]:
-        """Account for the forward pass of ``plan``: (result tokens, ended slots, entries for gateways)."""
-        results: list[int] = []
-        ended: list[tuple[int, str]] = []
-        entries: list[tuple[Slot, TokenEntry]] = []
+    def settle(self, plan: StepPlan, sampled: Sampled) -> Settled:
+        """Account for the forward pass of ``plan``."""
+        settled = Settled()
         cursor = 0
         runs = [(index, 1) for index in plan.decodes] + list(plan.chunks)
         runs += [(start.slot, 0) for start in plan.starts if start.parent >= 0]
         for index, count in runs:
             slot = self._slot(index)
             if slot.ended:
-                results.append(-1)
+                settled.tokens.append(-1)
                 continue
             slot.computed += count
             if slot.computed < len(slot.tokens):
                 continue  # a chunk that does not reach the end samples nothing
-            token = sampled[cursor]
+            if slot.sampling.beam_width:
+                settled.tokens.append(-2)
+                settled.candidates.append((index, *sampled.candidates[cursor]))
+            else:
+                self._take(slot, sampled, cursor, settled)
             cursor += 1
-            offset = slot.generated
-            slot.tokens.append(token)
-            slot.ended = self._end_reason(slot, token)
-            results.append(token)
-            if slot.ended:
-                ended.append((index, slot.ended))
-            count = slot.generated if slot.ended else 0
-            entry = TokenEntry(slot.request_id, slot.attempt, slot.choice, offset, [token], slot.ended, count)
-            entries.append((slot, entry))
-        if cursor != len(sampled):
-            raise PlanError(f"{len(sampled)} tokens sampled, {cursor} expected")
-        return results, ended, entries
+        if cursor != len(sampled.tokens):
+            raise PlanError(f"{len(sampled.tokens)} tokens sampled, {cursor} expected")
+        return settled
+
+    def _take(self, slot: Slot, sampled: Sampled, cursor: int, settled: Settled) -> None:
+        token = sampled.tokens[cursor]
+        offset = slot.generated
+        slot.tokens.append(token)
+        slot.log_prob += sampled.log_probs.get(cursor, 0.0)
+        slot.ended = self._end_reason(slot, token)
+        settled.tokens.append(token)
+        count, log_prob = 0, 0.0
+        if slot.ended:
+            settled.ended.append((slot.index, slot.ended))
+            count, log_prob = slot.generated, slot.log_prob
+        entry = TokenEntry(slot.request_id, slot.attempt, slot.choice, offset, [token], slot.ended, count, log_prob)
+        settled.entries.append((slot, entry))
 
     def _end_reason(self, slot: Slot, token: int) -> str:
         sampling = slot.sampling

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from shared.messages import Capacity
-from worker.batch import Batch, Step
+from worker.batch import Batch, Sampled, Step
 
 
 class Runner(Protocol):
@@ -14,11 +14,11 @@ class Runner(Protocol):
     capacity: Capacity
     kv_bytes_copied: int  # in all, by page copies (copy-on-write); 0 as long as no plan asks for one
 
-    def forward(self, batch: Batch, step: Step) -> list[int]:
+    def forward(self, batch: Batch, step: Step) -> Sampled:
         """Execute ``step.copies``, then one forward pass over ``step.rows``.
 
-        Returns one sampled token id for each row with ``sample``, in row order, then one for each of ``step.forks``
-        (from the logits of its row). The noise of a sampled token depends only on (sampling.seed, slot.prompt_index,
-        slot.choice, its position in the sequence). Raises on a model fault; the batch is then lost.
+        A fork samples from the logits of its row. A beam's candidates are as many as the search must see
+        (:func:`shared.beams.candidates_wanted`). The noise of a sampled token depends only on (sampling.seed,
+        slot.prompt_index, slot.choice, its position in the sequence). Raises on a model fault; the batch is then lost.
         """
         ...

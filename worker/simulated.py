@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from shared.beams import candidates_wanted
 from shared.messages import Capacity
-from worker.batch import SCRATCH_PAGE, Batch, Slot, Step
+from worker.batch import SCRATCH_PAGE, Batch, Sampled, Slot, Step
 
 _MASK = (1 << 64) - 1
 
@@ -34,6 +35,20 @@ def chain(state: int, token: int) -> int:
 def pick(state: int, seed: int, prompt_index: int, choice: int, position: int, vocab_size: int) -> int:
     """The token sampled after a position whose KV entry is ``state``."""
     return _mix(state ^ _mix((seed * 31 + prompt_index * 1009 + choice * 65537 + position) & _MASK)) % vocab_size
+
+
+def continuations(state: int, count: int, vocab_size: int) -> tuple[list[int], list[float]]:
+    """The ``count`` best continuations of a beam whose last KV entry is ``state``, and their log-probabilities."""
+    first = _mix(state)
+    tokens = [(first + 7919 * rank) % vocab_size for rank in range(count)]
+    if len(set(tokens)) < count:
+        tokens = [(first + rank) % vocab_size for rank in range(count)]
+    log_prob = 0.0
+    log_probs = []
+    for token in tokens:
+        log_prob -= 0.05 + (_mix(state ^ token) % 1000) / 2000
+        log_probs.append(log_prob)
+    return tokens, log_probs
 
 
 def expected_tokens(prompt: list[int], seed: int, count: int, vocab_size: int, choice: int = 0) -> list[int]:
@@ -67,12 +82,12 @@ class SimulatedRunner:
         self._step_time = step_time
         self._kv = np.zeros((capacity.num_blocks + 1, capacity.block_size), dtype=np.uint64)
 
-    def forward(self, batch: Batch, step: Step) -> list[int]:
+    def forward(self, batch: Batch, step: Step) -> Sampled:
         began = time.monotonic()
         for source, target in step.copies:
             self._kv[target] = self._kv[source]
             self.kv_bytes_copied += self._kv[target].nbytes
-        sampled: list[int] = []
+        sampled = Sampled([])
         ends: dict[int, int] = {}
         for row in step.rows:
             if row.padding:
@@ -80,23 +95,31 @@ class SimulatedRunner:
                 continue
             state = self._write(batch, row.slot, row.start, row.count)
             if row.sample:
-                sampled.append(self._sample(batch, row.slot, state, row.start + row.count))
+                self._sample(batch, row.slot, state, row.start + row.count, sampled)
                 ends[row.slot.index] = state
         for row, slot in step.forks:
-            sampled.append(self._sample(batch, slot, ends[row.slot.index], row.start + row.count))
+            self._sample(batch, slot, ends[row.slot.index], row.start + row.count, sampled)
         left = self._step_time.seconds(step.num_tokens) - (time.monotonic() - began)
         if left > 0:
             time.sleep(left)  # this is the model: the step takes as long as the device would
         return sampled
 
-    def _sample(self, batch: Batch, slot: Slot, state: int, position: int) -> int:
+    def _sample(self, batch: Batch, slot: Slot, state: int, position: int, sampled: Sampled) -> None:
         vocab_size = self.capacity.vocab_size
+        place = len(sampled.tokens)
+        if slot.sampling.beam_width:
+            wanted = candidates_wanted(slot.sampling, batch.eos_token_ids)
+            sampled.candidates[place] = continuations(state, min(wanted, vocab_size), vocab_size)
+            sampled.tokens.append(0)
+            return
         token = pick(state, slot.sampling.seed, slot.prompt_index, slot.choice, position, vocab_size)
         if slot.generated < slot.sampling.min_tokens:
             banned = batch.eos_token_ids.union(slot.sampling.stop_token_ids)
             while token in banned and len(banned) < vocab_size:
                 token = (token + 1) % vocab_size
-        return token
+        sampled.tokens.append(token)
+        if slot.sampling.want_score:
+            sampled.log_probs[place] = -(_mix(state ^ token) % 1000) / 100
 
     def _write(self, batch: Batch, slot: Slot, start: int, count: int) -> int:
         size = batch.block_size

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from shared.messages import StepPlan, StepResult, TokenEntry
-from worker.batch import Batch, Slot
+from worker.batch import Batch, Sampled, Slot
 from worker.runner import Runner
 
 log = logging.getLogger("headrace.worker")
@@ -107,8 +107,8 @@ class StepLoop:
             for row in step.rows:
                 if not row.slot.first_row_ns:
                     row.slot.first_row_ns = now
-            sampled = self._runner.forward(batch, step) if step.rows or step.copies else []
-            tokens, ended, entries = batch.settle(plan, sampled)
+            sampled = self._runner.forward(batch, step) if step.rows or step.copies else Sampled([])
+            settled = batch.settle(plan, sampled)
         except Exception as error:  # any fault of the model or the plan loses this batch, not the process
             log.exception("step %d failed", plan.step)
             batch.clear()
@@ -118,7 +118,7 @@ class StepLoop:
         ended_ns = time.time_ns()
         grouped: dict[str, list[TokenEntry]] = {}
         finished: list[Slot] = []
-        for slot, entry in entries:
+        for slot, entry in settled.entries:
             grouped.setdefault(slot.gateway, []).append(entry)
             if not slot.first_token_ns:
                 slot.first_token_ns = ended_ns
@@ -132,14 +132,15 @@ class StepLoop:
             worker=plan.worker,
             incarnation=plan.incarnation,
             step=plan.step,
-            tokens=tokens,
-            ended=ended,
+            tokens=settled.tokens,
+            ended=settled.ended,
             forward_us=(time.perf_counter_ns() - started) // 1000,
             gap_us=waited_us if plan.backlog else 0,
             rows=step.num_tokens,
             padding_rows=sum(rows for _, rows in plan.padding),
             kv_bytes_copied=self._runner.kv_bytes_copied,
             wait_us=waited_us,
+            candidates=settled.candidates,
         )
         return Executed(plan, result, grouped, finished)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,11 +15,12 @@ import torch
 from kernels.contract import AttentionKernel, Geometry, RaggedBatch
 from kernels.elementwise import aligned_rows
 from kernels.reference import ReferenceAttention
+from shared.beams import candidates_wanted
 from shared.config import ConfigError, size_bytes
 from shared.lifecycle import StartupError
 from shared.messages import Capacity
 from worker.attention import PagedPass, answering
-from worker.batch import SCRATCH_PAGE, Batch, Row, Slot, Step
+from worker.batch import SCRATCH_PAGE, Batch, Row, Sampled, Slot, Step
 from worker.config import WorkerConfig
 from worker.kv_cache import KVCache, PoolSize, budget_bytes, bytes_per_token, pool_size
 from worker.linear import MIN_ROWS
@@ -92,22 +94,41 @@ class TorchRunner:
             log.warning("on this machine a row's bits depend on the rows beside it: tokens may differ between runs")
         return runner
 
-    def forward(self, batch: Batch, step: Step) -> list[int]:
+    def forward(self, batch: Batch, step: Step) -> Sampled:
         """See :meth:`worker.runner.Runner.forward`."""
         self.kv_bytes_copied += self.cache.copy(step.copies)
         if not step.rows:
-            return []
+            return Sampled([])
         rows = [row for row in step.rows if row.sample]
         logits = self.logits(batch, step.rows)
         if not rows:
-            return []
+            return Sampled([])
+        slots = [row.slot for row in rows] + [slot for _, slot in step.forks]
         wanted = [self._sample_row(row, row.slot) for row in rows]
         if step.forks:
             place = {id(row): index for index, row in enumerate(rows)}
             more = torch.tensor([place[id(row)] for row, _ in step.forks], device=logits.device)
             logits = torch.cat([logits, logits.index_select(0, more)])
             wanted += [self._sample_row(row, slot) for row, slot in step.forks]
-        return sample(logits, wanted)
+        sampled = Sampled(sample(logits, wanted))
+        self._score(logits, slots, sampled)
+        return sampled
+
+    def _score(self, logits: torch.Tensor, slots: Sequence[Slot], sampled: Sampled) -> None:
+        """Log-probabilities for the few rows that ask for them: beams, and choices that are to be ranked."""
+        for index, slot in enumerate(slots):
+            if slot.sampling.beam_width:
+                count = min(candidates_wanted(slot.sampling, self.model.eos_token_ids), self.model.vocab_size)
+                scores = torch.log_softmax(logits[index].double(), dim=-1)
+                banned = self._banned(slot, slot.generated)
+                if banned:
+                    scores[list(banned)] = -math.inf
+                best = scores.topk(count)
+                finite = best.values > -math.inf
+                sampled.candidates[index] = (best.indices[finite].tolist(), best.values[finite].tolist())
+            elif slot.sampling.want_score:
+                scores = torch.log_softmax(logits[index].double(), dim=-1)
+                sampled.log_probs[index] = float(scores[sampled.tokens[index]])
 
     def logits(self, batch: Batch, rows: Sequence[Row]) -> torch.Tensor:
         """One forward pass; the logits ``[sampling rows, vocab_size]``, in row order."""
@@ -141,11 +162,15 @@ class TorchRunner:
 
     def _sample_row(self, row: Row, slot: Slot) -> SampleRow:
         position = row.start + row.count
-        banned: tuple[int, ...] = ()
-        if position - slot.prompt_len < slot.sampling.min_tokens:
-            ends = () if slot.sampling.ignore_eos else self.model.eos_token_ids
-            banned = tuple(t for t in {*ends, *slot.sampling.stop_token_ids} if 0 <= t < self.model.vocab_size)
+        banned = self._banned(slot, position - slot.prompt_len)
         return SampleRow(slot.sampling, slot.prompt_index, slot.choice, position, banned)
+
+    def _banned(self, slot: Slot, generated: int) -> tuple[int, ...]:
+        """Tokens that would end the sequence before it has its min_tokens."""
+        if generated >= slot.sampling.min_tokens:
+            return ()
+        ends = () if slot.sampling.ignore_eos else self.model.eos_token_ids
+        return tuple(t for t in {*ends, *slot.sampling.stop_token_ids} if 0 <= t < self.model.vocab_size)
 
 
 def load_torch_runner(config: WorkerConfig) -> TorchRunner:

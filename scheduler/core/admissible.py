@@ -46,8 +46,13 @@ def judge(
     if total > longest:
         asked = f"the prompt has {len(tokens)} tokens and max_tokens is {sampling.max_tokens}"
         return Outcome.TOO_LONG, f"{asked}: {total} is over the limit of {longest} tokens (max_model_len)", []
-    if not any(total <= c.max_model_len and pages_for(total - 1, c.block_size) <= c.num_blocks for c in capacities):
+    if sampling.beam_width > limits.max_num_seqs:
+        return Outcome.INVALID, f"{sampling.beam_width} beams; the batch holds {limits.max_num_seqs} sequences", []
+    beams = max(1, sampling.beam_width)
+    if not any(
+        total <= c.max_model_len and beams * pages_for(total - 1, c.block_size) <= c.num_blocks for c in capacities
+    ):
         return Outcome.NEVER_FITS, f"{total} tokens need more KV blocks than any worker's pool has", []
-    if num_waiting + submit.n > limits.max_num_queued_reqs:
+    if num_waiting + (1 if sampling.beam_width else submit.n) > limits.max_num_queued_reqs:
         return Outcome.QUEUE_FULL, f"{num_waiting} requests are waiting already", []
     return Outcome.ACCEPTED, "", tokens

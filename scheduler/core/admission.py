@@ -46,9 +46,11 @@ class Admission:
         pass_ = _Pass(self, worker, now)
         looked = 0
         for sequence in queue.order(now):
-            if len(worker.running) >= limits.max_num_seqs or looked > limits.backfill_window:
+            if pass_.free_slots <= 0 or looked > limits.backfill_window:
                 break
             looked += 1
+            if max(1, sequence.submit.sampling.beam_width) > pass_.free_slots:
+                break  # a search waits for slots for all of its beams
             if draft.plan_is_full(len(sequence.tokens), limits.max_plan_start_bytes):
                 break
             if not worker.can_hold(sequence) or defer(worker, sequence):
@@ -140,6 +142,7 @@ class _Pass:
         self._watermark = math.ceil(worker.pool.num_blocks * self._limits.admission_watermark)
         self._projection: Projection | None = None
         self.head: Sequence | None = None
+        self.free_slots = self._limits.max_num_seqs - worker.occupied
         self._shadow = 0
         self._spare = 0
         self._reserved = False
@@ -152,8 +155,11 @@ class _Pass:
 
     def joined(self, sequence: Sequence) -> None:
         self._projection = None
+        self.free_slots -= max(1, sequence.submit.sampling.beam_width)
         if self._committed is not None:
-            self._committed += pages_for(sequence.worst_case_tokens, self._worker.capacity.block_size)
+            self._committed += max(1, sequence.submit.sampling.beam_width) * pages_for(
+                sequence.worst_case_tokens, self._worker.capacity.block_size
+            )
         if self._long_blocks is not None and self._is_long(sequence):
             self._long_blocks += len(sequence.pages)
 
@@ -167,6 +173,7 @@ class _Pass:
         if not self._limits.growth_aware_admission:
             return True
         worst = pages_for(sequence.worst_case_tokens, worker.capacity.block_size)
+        worst *= max(1, sequence.submit.sampling.beam_width)
         if self._committed is None:
             self._committed = worker.committed_blocks()
         pinned = worker.num_pinned if sequence is not worker.pinned_for else 0

@@ -11,14 +11,15 @@ from dataclasses import dataclass
 
 from scheduler.core.admissible import judge
 from scheduler.core.admission import Admission
+from scheduler.core.beams import BeamSearch
 from scheduler.core.blocks import BlockPool
-from scheduler.core.events import Applied, CoreEvent, Counters, Ended, Failed
+from scheduler.core.events import Applied, CoreEvent, Counters, Ended, Failed, Found
 from scheduler.core.fairness import VirtualTokenCounters
 from scheduler.core.held_planner import HeldBatchPlanner
 from scheduler.core.lengths import OutputLengths
 from scheduler.core.limits import Limits
 from scheduler.core.planner import ContinuousPlanner
-from scheduler.core.sequence import Sequence, Status, pages_for
+from scheduler.core.sequence import BeamGroup, Sequence, Status, pages_for
 from scheduler.core.waiting import WaitingQueue
 from scheduler.core.worker_state import PlanInFlight, WorkerState
 from scheduler.policies.batching import BATCHING_POLICIES, BatchView
@@ -53,6 +54,7 @@ class _Request:
     sequences: list[Sequence]
     live: int
     ended_ns: int = 0
+    searches: bool = False  # its sequences are the beams of one search
 
 
 @dataclass(slots=True)
@@ -115,7 +117,8 @@ class SchedulerCore:
                 for lost in (sequence, *sequence.children):
                     self._end(lost, EndReason.FAILED.value, now)
                     self.counters.failed += 1
-                    events.append(Failed(lost, "lost", reason, now))
+                    if lost.group is None or lost is lost.group.members[0]:
+                        events.append(Failed(lost, "lost", reason, now))
                 sequence.children = []
         model = worker.capacity.model
         if not any(other.capacity.model == model for other in self.workers.values()):
@@ -145,6 +148,8 @@ class SchedulerCore:
                 w.capacity for w in self.workers.values() if w.capacity.model == submit.model and not w.draining
             ]
         outcome, reason, tokens = judge(submit, capacities, self.num_waiting, self.limits)
+        if outcome is Outcome.ACCEPTED and submit.sampling.beam_width and self.policy.holds_batch:
+            outcome, reason = Outcome.INVALID, f"no beam search with the policy {self.policy.name}"
         if outcome is Outcome.ACCEPTED and deadline:
             left_ms = (deadline - now - self._predicted_ns(submit.model, len(tokens), 0, submit)) // 1_000_000
             if left_ms < 0:
@@ -156,13 +161,18 @@ class SchedulerCore:
             self.cancel(submit.request_id, known.attempt, -1, now)
         queue = self._models[submit.model].queue
         sequences = []
-        for choice in range(submit.n):
+        for choice in range(1 if submit.sampling.beam_width else submit.n):
             if choice in submit.done_choices:
                 continue
             resumed = unpack_tokens(submit.resumed[choice]) if choice < len(submit.resumed) else []
             seniority = (submit.priority, submit.arrival_ns, submit.request_id, choice)
             sequences.append(Sequence(submit, choice, tokens + resumed, len(tokens), seniority, now, deadline=deadline))
-        self._requests[submit.request_id] = _Request(submit.attempt, sequences, len(sequences))
+        request = self._requests[submit.request_id] = _Request(submit.attempt, sequences, len(sequences))
+        if submit.sampling.beam_width:
+            assert capacities is not None
+            eos = capacities[0].eos_token_ids
+            sequences[0].group = BeamGroup(BeamSearch(submit.sampling, eos), list(sequences))
+            request.searches = True
         self.counters.submitted += 1
         self._created += len(sequences)
         if sequences:
@@ -188,7 +198,9 @@ class SchedulerCore:
         events: list[CoreEvent] = []
         if attempt < request.attempt:
             return events
-        for sequence in request.sequences:
+        if request.searches:
+            choice = -1
+        for sequence in list(request.sequences):
             if choice in (-1, sequence.choice) and sequence.status not in (Status.ENDED, Status.HELD):
                 self._leave(sequence)
                 self._end(sequence, EndReason.CANCELLED.value, now)
@@ -345,12 +357,20 @@ class SchedulerCore:
         self, worker: WorkerState, plan: PlanInFlight, result: StepResult, now: int, events: list[CoreEvent]
     ) -> int:
         reasons = dict(result.ended)
+        candidates = {slot: (tokens, log_probs) for slot, tokens, log_probs in result.candidates}
+        searches: dict[int, BeamGroup] = {}
         for sequence in plan.ran:
             sequence.in_flight -= 1
         new_tokens = 0
         contended = self.fairness.contended
         for (slot, sequence), token in zip(plan.sampled, result.tokens, strict=True):
             sequence.pending -= 1
+            if sequence.group is not None:
+                if slot in candidates and sequence.status is not Status.ENDED:
+                    sequence.group.ready[sequence.choice] = candidates[slot]
+                    searches[id(sequence.group)] = sequence.group
+                    new_tokens += 1
+                continue
             if token < 0 or sequence.status in (Status.ENDED, Status.HELD):
                 if self.policy.holds_batch:
                     self.counters.idle_slot_iterations += 1
@@ -370,9 +390,80 @@ class SchedulerCore:
         for sequence in plan.ran:
             if sequence.status is Status.SETTLING and not sequence.in_flight:
                 sequence.become(Status.PREEMPTED)
+        for group in searches.values():
+            if len(group.ready) == len(group.members):
+                self._search(worker, group, now, events)
         if self.policy.holds_batch and not worker.running:
             self._release_held(worker)
         return new_tokens
+
+    def _search(self, worker: WorkerState, group: BeamGroup, now: int, events: list[CoreEvent]) -> None:
+        """Every beam's continuations are in: fork, feed and drop beams. Reordering is bookkeeping: pages are shared."""
+        beams = group.members
+        generated = [beam.tokens[beam.prompt_len :] for beam in beams]
+        going_on = group.search.advance(generated, [group.ready[beam.choice] for beam in beams])
+        group.ready = {}
+        request = self._requests[beams[0].request_id]
+        taken: set[int] = set()
+        members: list[Sequence] = []
+        fed: list[tuple[Sequence, int]] = []
+        for one in going_on:
+            parent = beams[one.parent]
+            if one.parent in taken:
+                member = self._fork_beam(worker, group, parent, now)
+                request.sequences.append(member)
+            else:
+                taken.add(one.parent)
+                member = parent
+            members.append(member)
+            fed.append((member, one.token))
+        for member, token in fed:  # after every fork: a fork has its parent's tokens without the new one
+            member.tokens.append(token)
+            if member.status is Status.RUNNING and member not in worker.forks:
+                worker.feeds.append((member, token))
+        for index, beam in enumerate(beams):
+            if index not in taken:
+                self._leave(beam)
+                self._end(beam, EndReason.STOP.value, now)
+        request.sequences = [sequence for sequence in request.sequences if sequence.status is not Status.ENDED] or beams
+        if group.search.done:
+            submit = beams[0].submit
+            self.counters.finished += 1
+            self.lengths.observe(len(group.search.hypotheses[0].tokens))
+            events.append(Found(submit, group.search.hypotheses[: submit.n], now))
+            events.append(Ended(beams[0], group.search.hypotheses[0].end, now))
+        else:
+            group.members = members
+
+    def _fork_beam(self, worker: WorkerState, group: BeamGroup, parent: Sequence, now: int) -> Sequence:
+        choice, group.next_choice = group.next_choice, group.next_choice + 1
+        submit = parent.submit
+        child = Sequence(
+            submit, choice, list(parent.tokens), parent.prompt_len, (*parent.seniority[:3], choice),
+            parent.submitted_ns, worker=worker.name, admitted_ns=now, first_token_ns=now,
+            deadline=parent.deadline, group=group,
+        )  # fmt: skip
+        self._created += 1
+        self.counters.admitted += 1
+        self.counters.forks += 1
+        self._requests[submit.request_id].live += 1
+        self.fairness.arrive(submit.tenant, 1, submit.tenant_weight)
+        if child.deadline:
+            self._deadlines[id(child)] = child
+        child.chain, child.chain_root = list(parent.chain), parent.chain_root
+        if parent.status is Status.RUNNING:
+            worker.pool.share(parent.pages)
+            child.pages = list(parent.pages)
+            child.scheduled, child.registered = parent.scheduled, parent.registered
+            child.shares_tail = parent.shares_tail = True
+            child.become(Status.RUNNING)
+            child.slot = worker.take_slot()
+            worker.running.add(child)
+            worker.forks.append(child)
+        else:
+            child.become(Status.PREEMPTED)
+            worker.add_preempted(child)
+        return child
 
     def _finish(self, worker: WorkerState, sequence: Sequence, reason: str, now: int) -> None:
         """A sequence ended at its worker: its pages are free at once (a held batch keeps them)."""
@@ -463,7 +554,10 @@ class SchedulerCore:
         if sequence.status is Status.RUNNING:
             worker.running.remove(sequence)
             worker.pool.release(sequence.pages)
-            worker.drops.append(sequence.slot)
+            if sequence in worker.forks:
+                worker.forks.remove(sequence)  # the worker has not heard of it
+            else:
+                worker.drops.append(sequence.slot)
             worker.free_slot(sequence.slot)
             sequence.pages = []
             if self.policy.holds_batch and not worker.running:

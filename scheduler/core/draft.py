@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from scheduler.core.events import Counters
-from scheduler.core.sequence import Sequence
+from scheduler.core.sequence import Sequence, Status
 from scheduler.core.worker_state import PlanInFlight, WorkerState
 from shared.messages import SlotStart, StepPlan, pack_tokens
 
@@ -29,9 +29,23 @@ class PlanDraft:
         self._ran: list[Sequence] = []
         self._prefill_tokens = 0
         self.start_bytes = 0
+        self._feeds: list[tuple[int, int]] = []
+        for child in worker.forks:
+            if child.status is Status.RUNNING:
+                self.start(child)
+        for beam, token in worker.feeds:
+            if beam.status is Status.RUNNING:
+                self._feeds.append((beam.slot, token))
+        worker.forks, worker.feeds = [], []
 
     def drop(self, slot: int) -> None:
-        self._drops.append(slot)
+        """The slot leaves before anything else happens: what this plan had for it is taken back."""
+        self._feeds = [feed for feed in self._feeds if feed[0] != slot]
+        started = [start for start in self._starts if start.slot == slot]
+        if started:
+            self._starts = [start for start in self._starts if start.slot != slot]
+        else:
+            self._drops.append(slot)
         self._worker.free_slot(slot)
 
     def start(self, sequence: Sequence) -> None:
@@ -88,6 +102,8 @@ class PlanDraft:
         self._decodes.append(sequence.slot)
         self._sampled_decodes.append((sequence.slot, sequence))
         self._ran.append(sequence)
+        if sequence.scheduled <= len(sequence.tokens) and sequence.scheduled % self._worker.capacity.block_size == 0:
+            self._worker.register(sequence, sequence.scheduled)
 
     def chunk(self, sequence: Sequence, count: int) -> None:
         """``count`` prompt tokens; the last chunk samples. Pages it fills can be hit from the next plan on."""
@@ -115,7 +131,7 @@ class PlanDraft:
 
     @property
     def empty(self) -> bool:
-        return not (self._ran or self._drops or self._starts)
+        return not (self._ran or self._drops or self._starts or self._feeds)
 
     def finish(self, epoch: int, now: int) -> StepPlan:
         """The plan; it counts as in flight from here on."""
@@ -135,6 +151,7 @@ class PlanDraft:
             copies=self._copies,
             backlog=worker.backlog,
             replaces=self._replaces,
+            feeds=self._feeds,
         )
         worker.in_flight.append(
             PlanInFlight(

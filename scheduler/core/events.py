@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from scheduler.core.beams import Hypothesis
 from scheduler.core.sequence import Sequence
+from shared.messages import Submit
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +48,16 @@ class Preempted:
     now_ns: int
 
 
-CoreEvent = Ended | Failed | Applied | Preempted
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A beam search is done: its ``n`` best hypotheses, best first."""
+
+    submit: Submit
+    hypotheses: list[Hypothesis]
+    now_ns: int
+
+
+CoreEvent = Ended | Failed | Applied | Preempted | Found
 
 
 @dataclass(slots=True)

@@ -163,8 +163,10 @@ class ContinuousPlanner:
     def _resume(self, worker: WorkerState, draft: PlanDraft) -> list[Sequence]:
         """Preempted sequences, the most senior first, each once its recompute and some growth fit."""
         joined: list[Sequence] = []
-        while worker.preempted and len(worker.running) < self._limits.max_num_seqs:
+        while worker.preempted:
             sequence = worker.preempted[0]
+            if sequence.group is None and worker.occupied >= self._limits.max_num_seqs:
+                break  # (a beam's slot is kept for it)
             if sequence.status is not Status.PREEMPTED:
                 break  # its tokens are not all known yet; nobody less senior overtakes it
             tokens = len(sequence.tokens)
@@ -191,6 +193,7 @@ class ContinuousPlanner:
 
     def _enter(self, worker: WorkerState, sequence: Sequence) -> None:
         sequence.become(Status.RUNNING)
+        worker.searches = worker.searches or sequence.group is not None
         sequence.worker = worker.name
         sequence.slot = worker.take_slot()
         worker.running.add(sequence)
@@ -203,7 +206,7 @@ class ContinuousPlanner:
         """
         for child in parent.children:
             room = worker.pool.num_free - len(worker.running) > 0
-            if room and len(worker.running) < self._limits.max_num_seqs:
+            if room and worker.occupied < self._limits.max_num_seqs:
                 worker.pool.share(parent.pages)
                 child.pages = list(parent.pages)
                 child.registered = parent.registered

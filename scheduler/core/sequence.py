@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+from scheduler.core.beams import BeamSearch
 from shared.messages import Submit
 
 
@@ -19,7 +20,7 @@ class Status(Enum):
 
 # Which status may follow which. The table is the specification; ``Sequence.become`` enforces it.
 _NEXT: dict[Status, frozenset[Status]] = {
-    Status.WAITING: frozenset({Status.RUNNING, Status.ENDED}),
+    Status.WAITING: frozenset({Status.RUNNING, Status.PREEMPTED, Status.ENDED}),  # PREEMPTED: fork of a preempted beam
     Status.RUNNING: frozenset({Status.SETTLING, Status.PREEMPTED, Status.HELD, Status.ENDED}),
     Status.SETTLING: frozenset({Status.PREEMPTED, Status.ENDED}),
     Status.PREEMPTED: frozenset({Status.RUNNING, Status.ENDED}),
@@ -62,6 +63,7 @@ class Sequence:
     blocked_since: int = 0  # when it first failed to fit as the head of the queue
     bypasses: int = 0  # sequences admitted past it since
     deadline: int = 0  # ns on the core's clock; 0: none
+    group: BeamGroup | None = None  # beam search: the beams it belongs to
     children: list[Sequence] = field(default_factory=list)  # choices that fork from it once its prompt is computed
     end_reason: str = ""
 
@@ -77,6 +79,8 @@ class Sequence:
     @property
     def remaining(self) -> int:
         """Tokens whose KV is not scheduled yet; 1 means a decode. 0: its last token is sampled already."""
+        if self.group is not None:
+            return len(self.tokens) - self.scheduled  # a beam waits for the token that the search gives it
         if self.generated + self.pending >= self.submit.sampling.max_tokens:
             return 0
         return len(self.tokens) + self.pending - self.scheduled
@@ -90,6 +94,20 @@ class Sequence:
         if status not in _NEXT[self.status]:
             raise AssertionError(f"{self.request_id}/{self.choice}: {self.status.value} -> {status.value}")
         self.status = status
+
+
+@dataclass(slots=True, eq=False)
+class BeamGroup:
+    """The beams of one request, in the order of the search, and the continuations that have come in for them."""
+
+    search: BeamSearch
+    members: list[Sequence]
+    ready: dict[int, tuple[list[int], list[float]]] = field(default_factory=dict)  # by choice
+    next_choice: int = 1
+
+    @property
+    def width(self) -> int:
+        return self.members[0].submit.sampling.beam_width
 
 
 def pages_for(tokens: int, block_size: int) -> int:

@@ -80,6 +80,9 @@ class WorkerState:
     in_flight: deque[PlanInFlight] = field(default_factory=deque)
     next_step: int = 1
     drops: list[int] = field(default_factory=list)  # slots the next plan must drop
+    forks: list[Sequence] = field(default_factory=list)  # beams that the next plan must start
+    feeds: list[tuple[Sequence, int]] = field(default_factory=list)  # tokens that the next plan must hand to beams
+    searches: bool = False  # a beam search may be running
     draining: bool = False
     backlog: bool = False  # work was in hand when the last result came
     # Left-padded prefill of a static batch: (columns done, columns in all); None outside of one.
@@ -196,11 +199,21 @@ class WorkerState:
         """True if the sequence's worst case fits this worker when it is empty (workers of a model may differ)."""
         total = sequence.worst_case_tokens + 1
         blocks = pages_for(sequence.worst_case_tokens, self.capacity.block_size)
+        blocks *= max(1, sequence.submit.sampling.beam_width)  # a search goes on only with all of its beams
         return total <= self.capacity.max_model_len and blocks <= self.pool.num_blocks
 
     @property
+    def occupied(self) -> int:
+        """Slots in use or spoken for: a search keeps as many as it has beams at most."""
+        if not self.searches:
+            return len(self.running)
+        beams = {id(s.group): s.group.width for s in self.sequences() if s.group is not None}
+        self.searches = bool(beams)
+        return sum(s.group is None for s in self.running) + sum(beams.values())
+
+    @property
     def has_work(self) -> bool:
-        return bool(self.running) or bool(self.preempted) or bool(self.drops)
+        return bool(self.running or self.preempted or self.drops)
 
     def sequences(self) -> Iterator[Sequence]:
         yield from self.running

@@ -33,7 +33,7 @@ from shared.messages import (
     pack_tokens,
 )
 from shared.subjects import Subjects
-from worker.batch import Batch, Step
+from worker.batch import Batch, Sampled, Step
 from worker.config import WorkerConfig
 from worker.metrics import WorkerMetrics
 from worker.service import WorkerService
@@ -165,7 +165,7 @@ class Faulty(SimulatedRunner):
 
     steps = 0
 
-    def forward(self, batch: Batch, step: Step) -> list[int]:
+    def forward(self, batch: Batch, step: Step) -> Sampled:
         self.steps += 1
         if self.steps == 3:
             raise RuntimeError("out of memory")

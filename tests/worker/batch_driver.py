@@ -77,7 +77,8 @@ class BatchDriver:
                         decodes=decodes, chunks=chunks, copies=copies or [], padding=padding or [])  # fmt: skip
         self._starts, self._drops = [], []
         sampled = self.runner.forward(self.batch, self.batch.stage(plan))
-        results, ended, _ = self.batch.settle(plan, sampled)
+        settled = self.batch.settle(plan, sampled)
+        results, ended = settled.tokens, settled.ended
         for slot, count in run.items():
             self.live[slot].to_run -= count
         samplers = [slot for slot in [*decodes, *(slot for slot, _ in chunks)] if self.live[slot].to_run == 0]

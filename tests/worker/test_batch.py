@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shared.messages import Sampling, SlotStart, StepPlan, pack_tokens
-from worker.batch import Batch, PlanError
+from worker.batch import Batch, PlanError, Sampled, Settled
 
 
 def start(slot: int, tokens: int = 5, pages: int = 2, max_tokens: int = 4, **sampling: object) -> SlotStart:
@@ -29,22 +29,24 @@ def test_a_chunk_that_does_not_reach_the_end_samples_nothing() -> None:
     first = plan(starts=[start(0)], chunks=[(0, 3)])
     step = made.stage(first)
     assert [(row.start, row.count, row.sample) for row in step.rows] == [(0, 3, False)]
-    assert made.settle(first, []) == ([], [], [])
+    assert made.settle(first, Sampled([])) == Settled()
     last = plan(chunks=[(0, 2)])
     assert made.stage(last).rows[0].sample
-    tokens, ended, entries = made.settle(last, [42])
-    assert tokens == [42] and not ended and entries[0][1].offset == 0 and entries[0][1].tokens == [42]
+    settled = made.settle(last, Sampled([42]))
+    entries = settled.entries
+    assert settled.tokens == [42] and not settled.ended and entries[0][1].offset == 0 and entries[0][1].tokens == [42]
 
 
 def test_rows_after_the_end_are_skipped_and_answered_with_minus_one() -> None:
     made = batch()
     first = plan(starts=[start(0)], chunks=[(0, 5)])
     made.stage(first)
-    _, ended, entries = made.settle(first, [9])
-    assert ended == [(0, "stop")] and entries[0][1].end == "stop" and entries[0][1].count == 1
+    settled = made.settle(first, Sampled([9]))
+    entries = settled.entries
+    assert settled.ended == [(0, "stop")] and entries[0][1].end == "stop" and entries[0][1].count == 1
     ahead = plan(decodes=[0])
     assert not made.stage(ahead).rows
-    assert made.settle(ahead, []) == ([-1], [], [])
+    assert made.settle(ahead, Sampled([])) == Settled(tokens=[-1])
 
 
 @pytest.mark.parametrize(
@@ -64,8 +66,8 @@ def test_how_a_sequence_ends(sampling: dict[str, object], samples: list[int], wa
     for index, token in enumerate(samples):
         current = plan(starts=[start(0, **sampling)], chunks=[(0, 5)]) if index == 0 else plan(decodes=[0])  # type: ignore[arg-type]
         made.stage(current)
-        _, ended, _ = made.settle(current, [token])
-        assert bool(ended) == (index == len(samples) - 1)
+        settled = made.settle(current, Sampled([token]))
+        assert bool(settled.ended) == (index == len(samples) - 1)
     assert made.slots[0].ended == want
 
 
@@ -74,7 +76,7 @@ def test_a_resumed_sequence_counts_its_offsets_from_its_prompt() -> None:
     resumed = SlotStart(0, "r", 1, 0, "g", pack_tokens([1, 2, 3, 4, 5]), 3, [1, 2], Sampling(1, 4))
     first = plan(starts=[resumed], chunks=[(0, 5)])
     made.stage(first)
-    _, _, entries = made.settle(first, [8])
+    entries = made.settle(first, Sampled([8])).entries
     assert entries[0][1].offset == 2
 
 
@@ -109,6 +111,6 @@ def test_padding_rows_run_on_ended_slots_too() -> None:
     made = batch()
     first = plan(starts=[start(0)], chunks=[(0, 5)])
     made.stage(first)
-    made.settle(first, [9])
+    made.settle(first, Sampled([9]))
     rows = made.stage(plan(padding=[(0, 1)])).rows
     assert rows[0].padding and not rows[0].sample and rows[0].count == 1

@@ -10,9 +10,11 @@ from collections import deque
 
 import msgspec
 
+from scheduler.core.beams import BeamSearch, Hypothesis
 from scheduler.core.core import SchedulerCore
-from scheduler.core.events import CoreEvent
+from scheduler.core.events import CoreEvent, Found
 from scheduler.core.limits import Limits
+from shared.beams import candidates_wanted
 from shared.messages import (
     Capacity,
     Outcome,
@@ -26,7 +28,7 @@ from shared.messages import (
     unpack_tokens,
 )
 from worker.batch import Batch
-from worker.simulated import SimulatedRunner, StepTime, expected_tokens
+from worker.simulated import SimulatedRunner, StepTime, chain, continuations, expected_tokens
 
 VOCAB = 997
 EOS = 5
@@ -41,6 +43,8 @@ def request(
     request_id: str, prompt_len: int = 5, max_tokens: int = 6, *, seed: int = 1, n: int = 1, arrival_ns: int = 0,
     ignore_eos: bool = True, attempt: int = 1, priority: int = 0, gateway: str = "g",
     resumed: list[bytes] | None = None, prompt: list[int] | None = None, salt: str = "", tenant: str = "",
+    beams: int = 0,
+    length_penalty: float = 1.0,
 ) -> Submit:  # fmt: skip
     return Submit(
         request_id=request_id,
@@ -48,7 +52,9 @@ def request(
         gateway=gateway,
         model="m",
         prompt=pack_tokens(prompt_of(request_id, prompt_len) if prompt is None else prompt),
-        sampling=Sampling(seed=seed, max_tokens=max_tokens, ignore_eos=ignore_eos),
+        sampling=Sampling(
+            seed=seed, max_tokens=max_tokens, ignore_eos=ignore_eos, beam_width=beams, length_penalty=length_penalty
+        ),
         arrival_ns=arrival_ns,
         n=n,
         priority=priority,
@@ -60,6 +66,23 @@ def request(
 
 def prompt_of(request_id: str, length: int) -> list[int]:
     return [(sum(request_id.encode()) * 7 + 3 * i) % VOCAB for i in range(length)]
+
+
+def searched(submit: Submit) -> list[Hypothesis]:
+    """The same search without batch, pages or forks: each beam's tokens are hashed afresh at every step."""
+    prompt = unpack_tokens(submit.prompt)
+    sampling = submit.sampling
+    search = BeamSearch(sampling, [EOS])
+    beams: list[list[int]] = [[]]
+    while not search.done:
+        seen = []
+        for beam in beams:
+            state = 0
+            for token in prompt + beam:
+                state = chain(state, token)
+            seen.append(continuations(state, candidates_wanted(sampling, [EOS]), VOCAB))
+        beams = [[*beams[one.parent], one.token] for one in search.advance(beams, seen)]
+    return search.hypotheses[: submit.n]
 
 
 class Box:
@@ -119,8 +142,8 @@ class Box:
         batch = self.batches[worker]
         step = batch.stage(plan)
         sampled = self.runners[worker].forward(batch, step)
-        tokens, ended, entries = batch.settle(plan, sampled)
-        for _, entry in entries:
+        settled = batch.settle(plan, sampled)
+        for _, entry in settled.entries:
             got = self.delivered.setdefault((entry.request_id, entry.choice), [])
             assert entry.offset == len(got), "invariant 4: in order, each once"
             got += entry.tokens
@@ -130,7 +153,15 @@ class Box:
                 self.ends[entry.request_id, entry.choice] = entry.end
         rows = step.num_tokens
         return StepResult(
-            plan.epoch, worker, plan.incarnation, plan.step, tokens, ended, forward_us=100 + 10 * rows, rows=rows
+            plan.epoch,
+            worker,
+            plan.incarnation,
+            plan.step,
+            settled.tokens,
+            settled.ended,
+            forward_us=100 + 10 * rows,
+            rows=rows,
+            candidates=settled.candidates,
         )
 
     def apply(self, result: StepResult) -> None:
@@ -156,6 +187,9 @@ class Box:
 
     def assert_tokens_right(self) -> None:
         """Every choice that ended got exactly the tokens that it gets alone."""
+        for event in self.events:
+            if isinstance(event, Found):
+                assert event.hypotheses == searched(event.submit), event.submit.request_id
         for (request_id, choice), reason in self.ends.items():
             submit = self.submits[request_id]
             prompt = unpack_tokens(submit.prompt)

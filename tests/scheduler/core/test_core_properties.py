@@ -20,6 +20,7 @@ class Submitted:
     priority: int
     ignore_eos: bool
     family: int
+    beams: int
     tenant: str
     deadline_ms: int
     salted: bool
@@ -34,6 +35,7 @@ submits = st.builds(
     ignore_eos=st.booleans(),
     tenant=st.sampled_from(["", "", "a", "b"]),
     deadline_ms=st.sampled_from([0, 0, 0, 2, 30]),
+    beams=st.sampled_from([0, 0, 0, 2, 4]),
     family=st.integers(0, 2),  # prompts of a family share their beginnings
     salted=st.sampled_from([False, False, True]),
 )
@@ -102,6 +104,7 @@ def drive(setup: dict[str, object], ops: list[object]) -> Box:
                     f"r{count}", op.prompt_len, op.max_tokens, seed=count, n=op.n, arrival_ns=count,
                     ignore_eos=op.ignore_eos, priority=op.priority, salt="s" if op.salted else "",
                     prompt=[(op.family * 100 + i * 7) % VOCAB for i in range(op.prompt_len)], tenant=op.tenant,
+                    beams=op.beams,
                 ),
                 box.now + op.deadline_ms * MS if op.deadline_ms else 0,
             )  # fmt: skip
