@@ -24,6 +24,7 @@ from gateway.errors import ApiError, unavailable
 from gateway.flight import Flight
 from gateway.ledger import RequestRecord
 from gateway.metrics import GatewayMetrics
+from gateway.parameters import Decoding
 from gateway.responses import client_request_id, header, send_error, send_whole
 from gateway.tokenizer import PromptTokenizer
 from gateway.writers import Writer
@@ -190,7 +191,7 @@ class AnswerApp:
                     if request.stream:
                         await self._stream(send, writer, visit)
                     else:
-                        await self._reply(send, writer, visit)
+                        await self._reply(send, writer, visit, request.decoding)
                 watch.cancel()
         finally:
             for record in records:
@@ -225,7 +226,7 @@ class AnswerApp:
                 prompt=pack_tokens(prompt),
                 sampling=sampling,
                 arrival_ns=visit.arrival_ns,
-                n=decoding.n,
+                n=decoding.samples,
                 prompt_index=index,
                 cache_salt=request.cache_salt,
                 traceparent=visit.span.traceparent,
@@ -245,7 +246,7 @@ class AnswerApp:
                         decoding.min_tokens,
                     )
                 )
-                for _ in range(decoding.n)
+                for _ in range(decoding.samples)
             ]
             records.append(gateway.dispatch.open(submit, Part(flight, choices)))
         return records
@@ -268,14 +269,15 @@ class AnswerApp:
             for record in records:
                 group.create_task(offer(record))
 
-    async def _reply(self, send: Send, writer: Writer, visit: _Visit) -> None:
+    async def _reply(self, send: Send, writer: Writer, visit: _Visit, decoding: Decoding) -> None:
         flight = visit.flight
         pieces: list[list[str]] = [[] for _ in flight.choices]
         while progress := await flight.wait():
             for choice, text in progress:
                 pieces[choice.index].append(text)
         if flight.error is None and not flight.client_gone:
-            await send_whole(send, 200, writer.whole(["".join(texts) for texts in pieces]), visit.headers)
+            kept = flight.keep_best(decoding.samples, decoding.n)
+            await send_whole(send, 200, writer.whole(["".join(pieces[index]) for index in kept]), visit.headers)
             visit.outcome = "finished"
             visit.answered = True
 

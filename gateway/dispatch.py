@@ -174,7 +174,7 @@ class Dispatch:
             flight.fail_interrupted(update.reason)
             return
         choice = record.owner.choices[update.choice]
-        flight.feed(choice, update.tokens, update.end, now_s)
+        flight.feed(choice, update.tokens, update.end, now_s, update.log_prob)
         if choice.text.stopped_here and not update.end:
             record.choices[update.choice].closed = record.choices[update.choice].ended = True
             self._cancel(Cancel(record.submit.request_id, record.attempt, update.choice))

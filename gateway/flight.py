@@ -23,6 +23,7 @@ class Choice:
     pending: str = ""  # text that was not handed out yet
     waiting: bool = False  # in line to be handed out
     last_token_s: float = 0.0
+    log_prob: float = 0.0  # cumulative, once it has ended and where it was asked for
 
 
 class Flight:
@@ -39,6 +40,7 @@ class Flight:
         self._metrics = metrics
         self._dirty: list[Choice] = []
         self._open = 0
+        self._left_out_tokens = 0
         self._wake = asyncio.Event()
 
     def add_choice(self, text: ChoiceText) -> Choice:
@@ -49,19 +51,20 @@ class Flight:
 
     @property
     def completion_tokens(self) -> int:
-        return sum(choice.text.num_tokens for choice in self.choices)
+        return self._left_out_tokens + sum(choice.text.num_tokens for choice in self.choices)
 
     @property
     def over(self) -> bool:
         """Nothing more will come."""
         return self._open == 0 or self.error is not None or self.client_gone
 
-    def feed(self, choice: Choice, tokens: list[int], end: str, now_s: float) -> None:
+    def feed(self, choice: Choice, tokens: list[int], end: str, now_s: float, log_prob: float = 0.0) -> None:
         """New tokens of a choice that has not ended."""
         if choice.text.finish_reason is not None:
             return
         if tokens:
             self._book_latency(choice, len(tokens), now_s)
+        choice.log_prob = log_prob
         before = choice.text.num_tokens
         text = choice.text.feed(tokens, end)
         self._metrics.generation_tokens.inc(choice.text.num_tokens - before)
@@ -76,6 +79,27 @@ class Flight:
             self._dirty.append(choice)
         choice.pending += text
         self._wake.set()
+
+    def keep_best(self, samples: int, n: int) -> list[int]:
+        """Of each prompt's ``samples`` choices keep the ``n`` with the highest log-probability per token, best first.
+
+        Returns the places that the kept ones had. Every token made is counted in the usage, as OpenAI does.
+        """
+        if samples == n:
+            return list(range(len(self.choices)))
+        kept: list[Choice] = []
+        for first in range(0, len(self.choices), samples):
+            ranked = sorted(
+                self.choices[first : first + samples],
+                key=lambda choice: (-choice.log_prob / max(1, choice.text.num_tokens), choice.index),
+            )
+            kept += ranked[:n]
+            self._left_out_tokens += sum(choice.text.num_tokens for choice in ranked[n:])
+        places = [choice.index for choice in kept]
+        self.choices = kept
+        for index, choice in enumerate(kept):
+            choice.index = index
+        return places
 
     def fail(self, error: ApiError) -> None:
         """End the whole flight with ``error``, unless it is over."""

@@ -63,6 +63,7 @@ class Progress:
     choice: int
     tokens: list[int]
     end: str = ""
+    log_prob: float = 0.0  # with ``end``, where it was asked for: cumulative
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,4 +169,4 @@ def _apply(choice: ChoiceRecord, entry: TokenEntry) -> Update | None:
         return Broken(entry.choice, f"{len(choice.tokens)} of {entry.count} tokens arrived")
     if entry.end not in (EndReason.STOP, EndReason.LENGTH):
         return Broken(entry.choice, f"the worker ended it as {entry.end}")
-    return Progress(entry.choice, tokens, entry.end)
+    return Progress(entry.choice, tokens, entry.end, entry.log_prob)

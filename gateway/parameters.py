@@ -37,9 +37,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
     "repetition_penalty": (1,),
-    "length_penalty": (1,),
     "logit_bias": ({},),
-    "use_beam_search": (False,),
     "early_stopping": (False,),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
@@ -76,6 +74,14 @@ class Decoding:
     stop: tuple[str, ...]
     stop_token_ids: tuple[int, ...]
     include_stop: bool
+    best_of: int  # choices made, of which the best n are given
+    beam_width: int  # 0: no beam search
+    length_penalty: float
+
+    @property
+    def samples(self) -> int:
+        """Choices that the mesh makes for each prompt."""
+        return self.n if self.beam_width else self.best_of
 
     def bind(self, model: ModelInfo, longest_prompt: int, default_max_tokens: int) -> Sampling:
         """The sampling parameters for ``model``; a 400 where they exceed its vocabulary or its context.
@@ -116,6 +122,9 @@ class Decoding:
             min_tokens=self.min_tokens,
             ignore_eos=self.ignore_eos,
             stop_token_ids=list(self.stop_token_ids),
+            beam_width=self.beam_width,
+            length_penalty=self.length_penalty,
+            want_score=self.best_of > self.n and not self.beam_width,
         )
 
 
@@ -159,8 +168,7 @@ def parse_completion(body: dict[str, Any], limits: GatewayConfig) -> CompletionR
     request = CompletionRequest(
         _model(fields), prompts, decoding, stream, include_usage, fields.string("cache_salt", "", 256)
     )
-    if fields.raw("best_of") is not None and fields.integer("best_of", 1, 1, limits.max_n) != decoding.n:
-        raise unsupported("best_of")
+    _check_ranked(decoding, stream)
     fields.finish(HARMLESS, NEUTRAL)
     return request
 
@@ -173,8 +181,7 @@ def parse_generate(body: dict[str, Any], limits: GatewayConfig) -> CompletionReq
         raise invalid("'prompt' must be a string", "prompt")
     decoding = _decoding(fields, limits, 1, fields.raw("max_tokens"), "max_tokens")
     request = CompletionRequest(_model(fields), (prompt,), decoding, fields.boolean("stream", False), False, "")
-    if fields.raw("best_of") is not None and fields.integer("best_of", 1, 1, limits.max_n) != decoding.n:
-        raise unsupported("best_of")
+    _check_ranked(decoding, request.stream)
     fields.finish(HARMLESS, NEUTRAL)
     return request
 
@@ -199,6 +206,7 @@ def parse_chat(body: dict[str, Any], limits: GatewayConfig) -> ChatRequest:
         _model(fields), messages, add_generation_prompt, continue_final_message, decoding, stream, include_usage,
         fields.string("cache_salt", "", 256),
     )  # fmt: skip
+    _check_ranked(decoding, stream)
     fields.finish(HARMLESS, NEUTRAL)
     return request
 
@@ -225,8 +233,12 @@ def _streaming(fields: Fields) -> tuple[bool, bool]:
 
 def _decoding(fields: Fields, limits: GatewayConfig, prompts: int, max_tokens: Any, max_tokens_name: str) -> Decoding:
     n = fields.integer("n", 1, 1, limits.max_n)
-    if prompts * n > limits.max_choices:
-        raise invalid(f"{prompts} prompts times n {n} is more than {limits.max_choices} choices", "n")
+    best_of = n if fields.raw("best_of") is None else fields.integer("best_of", n, 1, limits.max_n)
+    if best_of < n:
+        raise invalid(f"'best_of' {best_of} is less than n {n}", "best_of")
+    if prompts * best_of > limits.max_choices:
+        raise invalid(f"{prompts} prompts times {best_of} choices is more than {limits.max_choices}", "n")
+    beam_search = fields.boolean("use_beam_search", False)
     seed = fields.optional_integer("seed", -_INT64, _INT64 - 1)
     return Decoding(
         n=n,
@@ -241,7 +253,18 @@ def _decoding(fields: Fields, limits: GatewayConfig, prompts: int, max_tokens: A
         stop=_stop_strings(fields.raw("stop"), limits.max_stop_strings),
         stop_token_ids=_stop_token_ids(fields.raw("stop_token_ids")),
         include_stop=fields.boolean("include_stop_str_in_output", False),
+        best_of=best_of,
+        beam_width=best_of if beam_search else 0,
+        length_penalty=fields.number("length_penalty", 1.0, -10.0, 10.0),
     )
+
+
+def _check_ranked(decoding: Decoding, stream: bool) -> None:
+    """Choices that are ranked at their end cannot be streamed before it."""
+    if stream and decoding.beam_width:
+        raise invalid("'use_beam_search' cannot be streamed: which beam is best shows at the end", "stream")
+    if stream and decoding.best_of > decoding.n:
+        raise invalid("'best_of' over n cannot be streamed: which choice is best shows at the end", "stream")
 
 
 def _max_tokens(value: Any, name: str) -> int | None:

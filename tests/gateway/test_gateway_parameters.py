@@ -76,7 +76,7 @@ def test_null_means_absent() -> None:
         ("stop", ""), ("stop", [""]), ("stop", [1]), ("stop", {}), ("stop", ["x"] * 17), ("stop", "x" * 1025),
         ("stop_token_ids", [-1]), ("stop_token_ids", [True]), ("stop_token_ids", "1"), ("stop_token_ids", [2**32]),
         ("presence_penalty", 10), ("frequency_penalty", 0.5), ("repetition_penalty", 1.2), ("logit_bias", {"5": 1}),
-        ("logprobs", 1), ("logprobs", 0), ("echo", True), ("suffix", "x"), ("best_of", 2), ("use_beam_search", True),
+        ("logprobs", 1), ("logprobs", 0), ("echo", True), ("suffix", "x"), 
         ("response_format", {"type": "json_object"}), ("guided_regex", "a*"), ("regex", "a*"), ("tools", [{}]),
         ("chat_template", "x"), ("no_such_field", 1), ("skip_special_tokens", False), ("priority", 3),
     ],
