@@ -17,7 +17,6 @@ from headrace.simulate.worker import VOCAB_SIZE, Executed, Population, Simulated
 from scheduler.core.core import SchedulerCore
 from scheduler.core.events import CoreEvent, Ended, Failed
 from scheduler.pacing import MARGIN_S, MARGIN_SHARE
-from scheduler.step_time import StepTimePredictor
 from shared.messages import Capacity, Outcome, Sampling, StepPlan, Submit
 
 MODEL = "simulated"
@@ -38,7 +37,6 @@ class _Link:
     """One worker as the driver sees it."""
 
     worker: SimulatedWorker
-    predictor: StepTimePredictor = field(default_factory=StepTimePredictor)
     sent: deque[tuple[int, int]] = field(default_factory=deque)  # (step, rows) of plans without a result
     inbox: deque[StepPlan] = field(default_factory=deque)  # at the worker, not begun
     executing: bool = False
@@ -73,8 +71,11 @@ class Simulation:
         for worker in workers:
             self._carry_out(core.worker_up(worker.name, worker.incarnation, worker.capacity, 0))
 
-    def run(self, until_ns: int = 0) -> Measurements:
-        """Until every request has ended, or until ``until_ns`` if given. Raises Stalled if nothing happens any more."""
+    def run(self, until_ns: int = 0, drain: bool = True) -> Measurements:
+        """Until every request has ended; or until ``until_ns``; or, without ``drain``, until none is left to submit.
+
+        Raises Stalled if nothing happens any more.
+        """
         self._at(TICK_NS, self._tick)
         if self._concurrency:
             for _ in range(min(self._concurrency, len(self._requests))):
@@ -89,6 +90,9 @@ class Simulation:
                 break
             self.now = when
             call(*arguments)
+            if not drain and self._next_request == len(self._requests):
+                self.measured.finished_ns = self.now
+                break
         return self.measured
 
     def _at(self, when: int, call: Callable[..., None], *arguments: object) -> None:
@@ -119,7 +123,12 @@ class Simulation:
             gateway="simulated",
             model=MODEL,
             prompt=request.prompt(OWN_CONTENT + index),
-            sampling=Sampling(seed=index, max_tokens=request.max_tokens),
+            sampling=Sampling(
+                seed=index,
+                max_tokens=request.max_tokens,
+                ignore_eos=request.beam_width > 0,  # a search of simulated beams ends at max_tokens
+                beam_width=request.beam_width,
+            ),
             arrival_ns=arrived,
             n=choices,
             priority=request.priority,
@@ -161,6 +170,8 @@ class Simulation:
         self.measured.ended(self._population.number(request_id, choice), reason, self.now)
         self._open -= 1
         index = int(request_id)
+        if self._requests[index].beam_width:
+            self.measured.found(index, self.now + self._bus_ns)
         self._choices_left[index] -= 1
         if not self._choices_left[index]:
             del self._choices_left[index]
@@ -192,7 +203,8 @@ class Simulation:
                 self._at(wake, self._on_timer, link)
             return
         if not link.timer and len(link.sent) < self.core.limits.run_ahead:
-            predicted_ns = link.predictor.predict_us(link.sent[0][1]) * 1e3
+            predictor = self.core.workers[link.worker.name].predictor
+            predicted_ns = predictor.predict_us(link.sent[0][1]) * 1e3
             due = link.step_began + predicted_ns - max(MARGIN_S * 1e9, MARGIN_SHARE * predicted_ns)
             link.timer = True
             self._at(max(self.now, int(due)), self._on_timer, link)
@@ -225,8 +237,6 @@ class Simulation:
         link.step_began = self.now
         while link.sent and link.sent[0][0] <= done.result.step:
             link.sent.popleft()
-        if done.result.rows:
-            link.predictor.observe(done.result.rows, done.duration_ns / 1e3)
         if len(self._links) > 1:
             self._pump_all()
         else:

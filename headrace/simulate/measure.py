@@ -61,7 +61,7 @@ class Sample:
     decode_rows: int
     padding_rows: int
     busy_s: float
-    tenant_tokens: tuple[int, ...] = ()  # generated so far, by tenant, where there are several
+    tenant_service: tuple[int, ...] = ()  # so far, by tenant, where there are several: prompts admitted + 2 x outputs
 
 
 @dataclass
@@ -94,6 +94,7 @@ class Measurements:
         self._tenant_of = np.array([numbers[one.tenant] for one in self.population.requests], np.int64)[
             self.population.request_of
         ]
+        self._tenant_prompts = [0] * len(tenants)
         self._head = 0  # the oldest sequence that waits
         self._head_since_ns = 0
         self._sample_every_ns = 50_000_000
@@ -133,9 +134,17 @@ class Measurements:
         known = self.population.widest_gap_ns
         known[numbers] = np.maximum(known[numbers], gaps)
 
+    def found(self, index: int, now: int) -> None:
+        """A beam search ended: its client has the whole answer at once."""
+        number = self.population.first_of[index]
+        self.tokens += int(self.population.length[number])
+        self.population.first_ns[number] = self.population.last_ns[number] = now
+
     def admitted(self, number: int, now: int) -> None:
         if self.admitted_ns[number] < 0:
             self.admitted_ns[number] = now
+            index = int(self.population.request_of[number])
+            self._tenant_prompts[self._tenant_of[number]] += self.population.requests[index].prompt_len
             if number == self._head:
                 self.worst_head_wait_ns = max(self.worst_head_wait_ns, now - self._head_since())
                 self._advance_head(now)
@@ -198,4 +207,4 @@ class Measurements:
             return ()
         generated = self.population.length - self.population.left
         counts = np.bincount(self._tenant_of, weights=generated, minlength=len(self.tenants))
-        return tuple(int(count) for count in counts)
+        return tuple(int(prompts + 2 * outputs) for prompts, outputs in zip(self._tenant_prompts, counts, strict=True))

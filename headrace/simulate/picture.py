@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import matplotlib
@@ -79,3 +79,23 @@ def _rate(samples: list[Sample], name: str) -> list[float]:
     for before, after in itertools.pairwise(samples):
         rates.append((getattr(after, name) - getattr(before, name)) / max(1e-9, after.at_s - before.at_s))
     return rates[: len(samples)]
+
+
+Curve = tuple[Sequence[float], Sequence[float]]
+
+
+def curves(path: Path, across: str, panels: Mapping[str, Mapping[str, Curve]], log: bool = False) -> None:
+    """Panels side by side over one quantity: panel title -> line name -> (xs, ys)."""
+    figure, axes = plt.subplots(1, len(panels), figsize=(5 * len(panels), 3.6), squeeze=False)
+    colours = (_DECODE, _PREFILL, _BAD, "#6a994e")
+    for place, (title, lines) in zip(axes[0], panels.items(), strict=True):
+        for colour, (name, (xs, ys)) in zip(colours, lines.items(), strict=False):
+            place.plot(xs, ys, marker="o", markersize=4, color=colour, label=name)
+        place.set_title(title)
+        place.set_xlabel(across)
+        place.set_ylim(bottom=0)
+        if log:
+            place.set_xscale("log", base=2)
+        if len(lines) > 1:
+            place.legend(fontsize=8)
+    save(figure, path)

@@ -61,9 +61,9 @@ class Run:
 def run(
     scenario: Scenario, requests: Sequence[Request], variant: str = "", *, concurrency: int = 0,
     progress: Callable[[int, int], None] | None = None, on_plan: Callable[[StepPlan], None] | None = None,
-    step_time: StepTime | None = None, until_s: float = 0,
+    step_time: StepTime | None = None, until_s: float = 0, drain: bool = True,
 ) -> Run:  # fmt: skip
-    """Simulate ``requests``, to their ends or for ``until_s`` virtual seconds.
+    """Simulate ``requests``, to their ends, or for ``until_s`` virtual seconds, or until none is left to submit.
 
     Raises UnknownHardware if the model does not fit, Stalled if the scheduler is stuck.
     """
@@ -80,7 +80,7 @@ def run(
         on_plan=on_plan,
     )  # fmt: skip
     with _without_gc():
-        measured = simulation.run(int(until_s * 1e9))
+        measured = simulation.run(int(until_s * 1e9), drain)
     return Run(figures(variant, core, measured, scenario.slo), measured, core)
 
 

@@ -26,6 +26,12 @@ class StepWork:
     copied_tokens: int = 0
     swapped_tokens: int = 0
 
+    def add_rows(self, before: int, count: int) -> None:
+        """``count`` tokens of a sequence that has ``before`` already."""
+        self.rows += count
+        self.context += count * before + count * (count + 1) // 2
+        self.kv_tokens += before + count
+
 
 class StepTime(Protocol):
     def ns(self, work: StepWork) -> int: ...

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from headrace.simulate.beams import SimulatedBeams
 from headrace.simulate.step_time import StepTime, StepWork
 from headrace.simulate.workload import Request
 from shared.messages import Capacity, StepPlan, StepResult
@@ -41,7 +42,9 @@ class Population:
         self.widest_gap_ns: Ints = np.zeros(self.size, np.int64)
 
     def number(self, request_id: str, choice: int) -> int:
-        return int(self.first_of[int(request_id)]) + choice
+        """The beams of one search are one sequence here, whatever their choices are."""
+        index = int(request_id)
+        return int(self.first_of[index]) + (0 if self.requests[index].beam_width else choice)
 
 
 @dataclass(slots=True)
@@ -70,46 +73,47 @@ class SimulatedWorker:
         self._in_slot: Ints = np.full(64, -1, np.int64)
         self._context: Ints = np.zeros(population.size, np.int64)  # KV entries computed
         self._known: Ints = np.zeros(population.size, np.int64)  # tokens known when it joined
+        self.beams = SimulatedBeams()
 
     def execute(self, plan: StepPlan) -> Executed:
         """Run a plan at once; the caller lets its duration pass."""
-        in_slot, context, left = self._in_slot, self._context, self._population.left
-        for slot in plan.drops:
-            in_slot[slot] = -1
-        forks: list[int] = []
-        for start in plan.starts:
-            number = self._population.number(start.request_id, start.choice)
-            if start.slot >= len(in_slot):
-                self._in_slot = in_slot = np.concatenate((in_slot, np.full(start.slot + 64, -1, np.int64)))
-            in_slot[start.slot] = number
-            context[number] = start.computed
-            known = len(start.tokens) // 4
-            if start.parent >= 0:
-                forks.append(number)
-                known = start.computed
-            self._known[number] = known
-            left[number] = self._population.length[number] - (known - start.prompt_len)
+        left, context = self._population.left, self._context
+        forks = self._join(plan)
+        in_slot = self._in_slot
         work = StepWork()
-        decodes = in_slot[plan.decodes] if plan.decodes else _NONE
+        candidates: list[tuple[int, list[int], list[float]]] = []
+        plain = plan.decodes
+        if self.beams.in_slot:
+            plain = [slot for slot in plan.decodes if slot not in self.beams.in_slot]
+            for slot in plan.decodes:
+                if slot in self.beams.in_slot:
+                    candidates += self.beams.run(slot, 1, work)
+        decodes = in_slot[plain] if plain else _NONE
         alive = left[decodes] > 0
         running = decodes if alive.all() else decodes[alive]
         if len(running):
             context[running] += 1
             attended = int(context[running].sum())
-            work.rows = len(running)
-            work.context = work.kv_tokens = attended
+            work.rows += len(running)
+            work.context += attended
+            work.kv_tokens += attended
+        decode_rows = work.rows
         sampled: list[int] = []
-        prefill_rows = 0
+        of_chunks: list[int] = []  # tokens, in plan order
         for slot, count in plan.chunks:
+            if slot in self.beams.in_slot:
+                found = self.beams.run(slot, count, work)
+                candidates += found
+                of_chunks += [_BEAM] * len(found)
+                continue
             number = int(in_slot[slot])
             before = int(context[number])
             context[number] = before + count
-            work.rows += count
-            prefill_rows += count
-            work.context += count * before + count * (count + 1) // 2
-            work.kv_tokens += before + count
+            work.add_rows(before, count)
             if before + count == self._known[number]:
                 sampled.append(number)
+                of_chunks.append(number + OUTPUT_CONTENT)
+        prefill_rows = work.rows - decode_rows
         sampled += forks
         padding_rows = 0
         for slot, count in plan.padding:
@@ -121,17 +125,47 @@ class SimulatedWorker:
         got = np.concatenate((running, np.array(sampled, np.int64))) if sampled else running
         left[got] -= 1
         tokens: list[int] = np.where(alive, decodes + OUTPUT_CONTENT, -1).tolist()
-        tokens += [number + OUTPUT_CONTENT for number in sampled]
+        if len(plain) < len(plan.decodes):
+            of_plain = iter(tokens)
+            tokens = [_BEAM if slot in self.beams.in_slot else next(of_plain) for slot in plan.decodes]
+        tokens += of_chunks + [number + OUTPUT_CONTENT for number in forks]
+        duration_ns = self._step_time.ns(work)
         result = StepResult(
             plan.epoch, self.name, self.incarnation, plan.step, tokens, self._ends(plan, got, sampled),
-            rows=work.rows, padding_rows=padding_rows,
+            forward_us=duration_ns // 1000, rows=work.rows, padding_rows=padding_rows, candidates=candidates,
         )  # fmt: skip
         chunked = {slot for slot, _ in plan.chunks}
         idle = sum(slot not in chunked for slot, _ in plan.padding)
         return Executed(
-            result, work, self._step_time.ns(work), got, len(plan.decodes) + len(plan.chunks) + len(forks) + idle,
-            prefill_rows, padding_rows, len(running),
+            result, work, duration_ns, got, len(plan.decodes) + len(plan.chunks) + len(forks) + idle, prefill_rows,
+            padding_rows, decode_rows,
         )  # fmt: skip
+
+    def _join(self, plan: StepPlan) -> list[int]:
+        """Carry out the plan's drops and starts; returns the numbers of forks, which sample from their parents."""
+        in_slot, population = self._in_slot, self._population
+        for slot in plan.drops:
+            in_slot[slot] = -1
+            self.beams.in_slot.pop(slot, None)
+        forks: list[int] = []
+        for start in plan.starts:
+            if start.slot >= len(in_slot):
+                self._in_slot = in_slot = np.concatenate((in_slot, np.full(start.slot + 64, -1, np.int64)))
+            if start.sampling.beam_width:
+                in_slot[start.slot] = -1
+                self.beams.start(start)
+                continue
+            self.beams.in_slot.pop(start.slot, None)
+            number = population.number(start.request_id, start.choice)
+            in_slot[start.slot] = number
+            self._context[number] = start.computed
+            known = len(start.tokens) // 4
+            if start.parent >= 0:
+                forks.append(number)
+                known = start.computed
+            self._known[number] = known
+            population.left[number] = population.length[number] - (known - start.prompt_len)
+        return forks
 
     def _ends(self, plan: StepPlan, got: Ints, sampled: list[int]) -> list[tuple[int, str]]:
         left = self._population.left
@@ -145,7 +179,7 @@ class SimulatedWorker:
         found = []
         for slot in slots:
             number = int(self._in_slot[slot])
-            if number in ended:
+            if number >= 0 and number in ended:
                 whole = self._population.requests[self._population.request_of[number]]
                 at_limit = self._population.length[number] >= whole.max_tokens
                 found.append((slot, "length" if at_limit else "stop"))
@@ -153,3 +187,4 @@ class SimulatedWorker:
 
 
 _NONE: Ints = np.zeros(0, np.int64)
+_BEAM = -2  # what a result says for a beam instead of a token

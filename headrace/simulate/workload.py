@@ -33,6 +33,7 @@ class Request:
     deadline_ns: int = 0  # from arrival; 0: none
     cancel_ns: int = 0  # from arrival; 0: the client stays
     cache_salt: str = ""
+    beam_width: int = 0  # > 0: beam search for ``max_tokens`` tokens; ``outputs`` has one entry
     recorded: bytes = b""  # a recorded prompt (packed token ids) instead of segments
 
     @property

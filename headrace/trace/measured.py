@@ -106,7 +106,7 @@ def _requests(notes: _Notes, first_ns: int) -> list[Request]:
             Request(
                 now - first_ns, (), limit, outputs, submit.tenant, submit.priority,
                 max(0, submit.deadline_ns - submit.arrival_ns) if submit.deadline_ns else 0,
-                max(1, min(left)) if len(left) == submit.n else 0, submit.cache_salt, submit.prompt,
+                max(1, min(left)) if len(left) == submit.n else 0, submit.cache_salt, recorded=submit.prompt,
             )
         )  # fmt: skip
     return made

@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import math
 
+from scheduler.core.admission import Defer
 from scheduler.core.core import SchedulerCore
 from scheduler.core.draft import PlanDraft
 from scheduler.core.events import CoreEvent, Counters, Preempted
 from scheduler.core.limits import Limits
-from scheduler.core.planner import Defer
 from scheduler.core.sequence import Sequence, Status, pages_for
 from scheduler.core.waiting import WaitingQueue
 from scheduler.core.worker_state import Placement, WorkerState
@@ -103,7 +103,7 @@ class EagerPlanner:
         watermark = math.ceil(worker.pool.num_blocks * self._limits.admission_watermark)
         while budget > 0 and len(worker.running) < self._limits.max_num_seqs:
             resumed = bool(worker.preempted)
-            head = worker.preempted[0] if resumed else (queue.head if admit else None)
+            head = worker.preempted[0] if resumed else (queue.head(now) if admit else None)
             if head is None or (resumed and head.status is not Status.PREEMPTED) or not worker.can_hold(head):
                 return
             chunk = min(budget, self._limits.prefill_chunk_limit)
