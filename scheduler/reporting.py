@@ -8,6 +8,7 @@ from observability.tracing import Tracing
 from scheduler.core.admissible import max_model_len
 from scheduler.core.core import SchedulerCore
 from scheduler.core.events import CoreEvent, Counters, Ended, Failed, Found, Preempted
+from scheduler.core.figures import memory_figures
 from scheduler.core.sequence import Sequence
 from scheduler.metrics import SchedulerMetrics
 from shared.messages import ModelInfo, RequestEvent, SchedulerBeat, TokenBatch, TokenEntry, encode
@@ -109,6 +110,11 @@ class Reporter:
         metrics.workers.set(len(core.workers))
         total = sum(worker.pool.num_blocks for worker in core.workers.values())
         used = sum(worker.pool.num_used for worker in core.workers.values())
+        figures = [memory_figures(worker) for worker in core.workers.values()]
+        metrics.shared_blocks.set(sum(one.shared for one in figures))
+        metrics.cached_blocks.set(sum(one.cached for one in figures))
+        metrics.waste.set(max((one.waste_share for one in figures), default=0.0))
+        metrics.head_wait.set(core.counters.worst_head_wait_ns / 1e9)
         metrics.kv_usage.set(used / total if total else 0.0)
         for counter, name in (
             (metrics.new_tokens, "new_tokens"),
@@ -116,6 +122,15 @@ class Reporter:
             (metrics.recomputed_tokens, "recomputed_tokens"),
             (metrics.padding_tokens, "padding_tokens"),
             (metrics.idle_slots, "idle_slot_iterations"),
+            (metrics.prefix_queries, "prefix_queries"),
+            (metrics.prefix_hits, "prefix_hits"),
+            (metrics.resumed_hits, "resumed_hits"),
+            (metrics.bypasses, "bypasses"),
+            (metrics.forks, "forks"),
+            (metrics.page_copies, "page_copies"),
+            (metrics.deadline_drops, "deadline_drops"),
+            (metrics.swapped_out, "swapped_out"),
+            (metrics.swapped_in, "swapped_in"),
         ):
             total_now = getattr(core.counters, name)
             counter.inc(total_now - getattr(self._counted, name))

@@ -138,8 +138,8 @@ class SlotStart(Message, frozen=True):
 class StepPlan(Message, frozen=True, tag="plan"):
     """What one iteration does, as a delta on the worker's persistent batch.
 
-    Order of execution: drops, copies (one after the other), starts, page appends and replacements, then one forward
-    pass over decodes, chunks and padding. Tokens are sampled for every decode, then for every chunk that reaches the
+    Order of execution: drops, swap outs, copies (one after the other), swap ins, starts, page appends and replacements,
+    feeds, then one forward pass over decodes, chunks and padding. Tokens are sampled for every decode, then for every chunk that reaches the
     end of its sequence's tokens, then for every fork (from its parent's logits), in plan order.
     """
 
@@ -157,6 +157,8 @@ class StepPlan(Message, frozen=True, tag="plan"):
     backlog: bool = False  # work was in hand when the previous step ended: an idle gap before this step counts
     replaces: list[tuple[int, int, int]] = []  # (slot, index in its block table, page): copy-on-write
     feeds: list[tuple[int, int]] = []  # (slot, token) that beam search chose for it
+    swap_outs: list[tuple[int, int]] = []  # (page, place in host memory)
+    swap_ins: list[tuple[int, int]] = []  # (place in host memory, page)
 
 
 class Reset(Message, frozen=True, tag="reset"):
@@ -187,6 +189,7 @@ class StepResult(Message, frozen=True, tag="result"):
     wait_us: int = 0  # how long the loop waited for this plan at all, backlog or not
     # Of each beam that ran: (slot, its best continuations, their log-probabilities).
     candidates: list[tuple[int, list[int], list[float]]] = []
+    swap_us: int = 0  # spent on swaps in this step
 
 
 class Need(Message, frozen=True, tag="need"):
@@ -259,6 +262,7 @@ class Capacity(Message, frozen=True):
     device: str = "cpu"
     dtype: str = ""
     kv_bytes_per_token: int = 0
+    host_blocks: int = 0  # KV blocks that fit in host memory set aside for swapping
 
 
 class WorkerBeat(Message, frozen=True, tag="worker_beat"):

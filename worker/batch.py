@@ -70,6 +70,8 @@ class Step:
     rows: list[Row]
     forks: list[tuple[Row, Slot]] = field(default_factory=list)  # a slot that samples from the logits of another's row
     copies: list[tuple[int, int]] = field(default_factory=list)
+    swap_outs: list[tuple[int, int]] = field(default_factory=list)  # (page, place in host memory)
+    swap_ins: list[tuple[int, int]] = field(default_factory=list)  # (place in host memory, page)
 
     @property
     def num_tokens(self) -> int:
@@ -135,7 +137,7 @@ class Batch:
         for index, count in plan.padding:
             slot = self._slot(index)
             rows.append(Row(slot, max(1, slot.computed), count, sample=False, padding=True))
-        return Step(rows, self._forks(plan, rows), list(plan.copies))
+        return Step(rows, self._forks(plan, rows), list(plan.copies), list(plan.swap_outs), list(plan.swap_ins))
 
     def settle(self, plan: StepPlan, sampled: Sampled) -> Settled:
         """Account for the forward pass of ``plan``."""

@@ -26,6 +26,7 @@ class WorkerConfig(MeshConfig):
         check=at_least(1),
     )  # fmt: skip
     kv_cache_memory: str = option("1GiB", "memory for KV blocks on a CPU, e.g. 512MiB or 4GiB")
+    swap_space: str = option("0", "host memory for KV blocks of preempted sequences, e.g. 4GiB; 0: they are recomputed")
     gpu_memory_utilization: float = option(
         0.9, "share of the GPU's memory for weights, activations and KV blocks", check=between(0.05, 1.0)
     )

@@ -94,8 +94,37 @@ def budget_bytes(device: torch.device, kv_cache_memory: int, gpu_memory_utilizat
 class KVCache:
     """The pages of all layers."""
 
-    def __init__(self, kernel: AttentionKernel, num_layers: int, num_blocks: int) -> None:
+    def __init__(self, kernel: AttentionKernel, num_layers: int, num_blocks: int, host_blocks: int = 0) -> None:
         self.layers: list[LayerCache] = [kernel.allocate(num_blocks + 1) for _ in range(num_layers)]
+        self._host: list[tuple[torch.Tensor, torch.Tensor]] = []
+        if host_blocks:
+            # Pinned where the pages are on a GPU: only then does a copy run at the link's full rate.
+            pin = self.layers[0].key.is_cuda
+            self._host = [
+                (_host_pool(layer.key, host_blocks, pin), _host_pool(layer.value, host_blocks, pin))
+                for layer in self.layers
+            ]
+
+    def swap_out(self, moves: Sequence[tuple[int, int]]) -> None:
+        """Copy (page, place in host memory) pairs, in every layer. Returns once the pages may be overwritten."""
+        self._swap([page for page, _ in moves], [place for _, place in moves], to_host=True)
+
+    def swap_in(self, moves: Sequence[tuple[int, int]]) -> None:
+        """Copy (place in host memory, page) pairs back, in every layer."""
+        self._swap([page for _, page in moves], [place for place, _ in moves], to_host=False)
+
+    def _swap(self, pages: list[int], places: list[int], to_host: bool) -> None:
+        if not pages:
+            return
+        device = self.layers[0].key.device
+        at = torch.tensor(pages, device=device)
+        there = torch.tensor(places)
+        for layer, host in zip(self.layers, self._host, strict=True):
+            for pool, kept in ((layer.key, host[0]), (layer.value, host[1])):
+                if to_host:
+                    kept[there] = pool[at].to(kept.device)
+                else:
+                    pool[at] = kept[there].to(device)
 
     def copy(self, pages: Sequence[tuple[int, int]]) -> int:
         """Copy (source, target) pages in the order given, in every layer: the copy-on-write of forked sequences.
@@ -109,3 +138,7 @@ class KVCache:
                     pool[target].copy_(pool[source])
                     copied += pool[source].numel() * pool.element_size()
         return copied
+
+
+def _host_pool(pool: torch.Tensor, blocks: int, pin: bool) -> torch.Tensor:
+    return torch.zeros((blocks, *pool.shape[1:]), dtype=pool.dtype, pin_memory=pin)

@@ -13,9 +13,10 @@ class Runner(Protocol):
 
     capacity: Capacity
     kv_bytes_copied: int  # in all, by page copies (copy-on-write); 0 as long as no plan asks for one
+    swap_us: int  # spent on swaps in the last forward
 
     def forward(self, batch: Batch, step: Step) -> Sampled:
-        """Execute ``step.copies``, then one forward pass over ``step.rows``.
+        """Execute ``step.swap_outs``, ``step.copies``, ``step.swap_ins``, then one forward pass over ``step.rows``.
 
         A fork samples from the logits of its row. A beam's candidates are as many as the search must see
         (:func:`shared.beams.candidates_wanted`). The noise of a sampled token depends only on (sampling.seed,

@@ -79,14 +79,21 @@ class SimulatedRunner:
     def __init__(self, capacity: Capacity, step_time: StepTime) -> None:
         self.capacity = capacity
         self.kv_bytes_copied = 0
+        self.swap_us = 0
         self._step_time = step_time
         self._kv = np.zeros((capacity.num_blocks + 1, capacity.block_size), dtype=np.uint64)
+        self._host = np.zeros((capacity.host_blocks, capacity.block_size), dtype=np.uint64)
 
     def forward(self, batch: Batch, step: Step) -> Sampled:
         began = time.monotonic()
+        for page, place in step.swap_outs:
+            self._host[place] = self._kv[page]
+        self.swap_us = len(step.swap_outs) + len(step.swap_ins)
         for source, target in step.copies:
             self._kv[target] = self._kv[source]
             self.kv_bytes_copied += self._kv[target].nbytes
+        for place, page in step.swap_ins:
+            self._kv[page] = self._host[place]
         sampled = Sampled([])
         ends: dict[int, int] = {}
         for row in step.rows:

@@ -107,7 +107,8 @@ class StepLoop:
             for row in step.rows:
                 if not row.slot.first_row_ns:
                     row.slot.first_row_ns = now
-            sampled = self._runner.forward(batch, step) if step.rows or step.copies else Sampled([])
+            moves = step.copies or step.swap_outs or step.swap_ins
+            sampled = self._runner.forward(batch, step) if step.rows or moves else Sampled([])
             settled = batch.settle(plan, sampled)
         except Exception as error:  # any fault of the model or the plan loses this batch, not the process
             log.exception("step %d failed", plan.step)
@@ -141,6 +142,7 @@ class StepLoop:
             kv_bytes_copied=self._runner.kv_bytes_copied,
             wait_us=waited_us,
             candidates=settled.candidates,
+            swap_us=self._runner.swap_us if moves else 0,
         )
         return Executed(plan, result, grouped, finished)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -36,12 +37,16 @@ DEFAULT_KV_CACHE_MEMORY = 1 << 30
 class TorchRunner:
     """Implements :class:`~worker.runner.Runner`. Not thread-safe; torch's thread count is the process's."""
 
-    def __init__(self, model: LoadedModel, kernel: AttentionKernel, size: PoolSize, served_name: str) -> None:
+    def __init__(
+        self, model: LoadedModel, kernel: AttentionKernel, size: PoolSize, served_name: str, swap_space: int = 0
+    ) -> None:
         self.model = model
         self.kernel = kernel
         self.size = size
-        self.cache = KVCache(kernel, len(model.layers), size.num_blocks)
+        host_blocks = swap_space // (size.bytes_per_token * size.block_size)
+        self.cache = KVCache(kernel, len(model.layers), size.num_blocks, host_blocks)
         self.kv_bytes_copied = 0
+        self.swap_us = 0
         self.capacity = Capacity(
             model=served_name,
             max_model_len=size.max_model_len,
@@ -52,6 +57,7 @@ class TorchRunner:
             device=str(model.device),
             dtype=str(model.dtype).removeprefix("torch."),
             kv_bytes_per_token=size.bytes_per_token,
+            host_blocks=host_blocks,
         )
 
     @classmethod
@@ -68,6 +74,7 @@ class TorchRunner:
         num_blocks: int | None = None,
         served_model_name: str | None = None,
         num_threads: int | None = None,
+        swap_space: int = 0,
         self_check: bool = True,
     ) -> TorchRunner:
         """Load a model and its KV cache. Raises StartupError, one line, if that can't be.
@@ -88,7 +95,7 @@ class TorchRunner:
             num_blocks,
         )
         kernel = ReferenceAttention(geometry, loaded.dtype, loaded.device)
-        runner = cls(loaded, kernel, size, served_model_name or os.fspath(model))
+        runner = cls(loaded, kernel, size, served_model_name or os.fspath(model), swap_space)
         log.info("%s", size.describe())
         if self_check and loaded.dtype != torch.float64 and not rows_keep_their_bits(runner):
             log.warning("on this machine a row's bits depend on the rows beside it: tokens may differ between runs")
@@ -96,7 +103,13 @@ class TorchRunner:
 
     def forward(self, batch: Batch, step: Step) -> Sampled:
         """See :meth:`worker.runner.Runner.forward`."""
+        began = time.perf_counter_ns()
+        self.cache.swap_out(step.swap_outs)
+        self.swap_us = (time.perf_counter_ns() - began) // 1000
         self.kv_bytes_copied += self.cache.copy(step.copies)
+        began = time.perf_counter_ns()
+        self.cache.swap_in(step.swap_ins)
+        self.swap_us += (time.perf_counter_ns() - began) // 1000
         if not step.rows:
             return Sampled([])
         rows = [row for row in step.rows if row.sample]
@@ -177,8 +190,9 @@ def load_torch_runner(config: WorkerConfig) -> TorchRunner:
     """The runner that a worker's options ask for. Raises StartupError, one line, if it can't be had."""
     try:
         kv_cache_memory = size_bytes(config.kv_cache_memory)
+        swap_space = size_bytes(config.swap_space)
     except ConfigError as error:
-        raise StartupError(f"kv-cache-memory: {error}") from None
+        raise StartupError(f"kv-cache-memory, swap-space: {error}") from None
     folder = Path(config.model)
     return TorchRunner.load(
         config.model,
@@ -190,6 +204,7 @@ def load_torch_runner(config: WorkerConfig) -> TorchRunner:
         max_model_len=config.max_model_len,
         served_model_name=config.served_model_name or (folder.resolve().name if folder.is_dir() else config.model),
         num_threads=config.threads or None,
+        swap_space=swap_space,
     )
 
 

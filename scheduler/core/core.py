@@ -256,8 +256,12 @@ class SchedulerCore:
         if len(result.tokens) != len(plan.sampled):
             raise BadResult(f"{result.worker}: {len(result.tokens)} tokens for {len(plan.sampled)} rows")
         worker.in_flight.popleft()
+        if plan.swapped and result.swap_us:
+            per_block = result.swap_us / plan.swapped
+            known = worker.swap_us_per_block
+            worker.swap_us_per_block = per_block if not known else 0.8 * known + 0.2 * per_block
         if result.rows:
-            worker.predictor.observe(result.rows, result.forward_us)
+            worker.predictor.observe(result.rows, result.forward_us - result.swap_us)
         events: list[CoreEvent] = []
         new_tokens = self._take_tokens(worker, plan, result, now, events)
         self.counters.new_tokens += new_tokens
@@ -318,6 +322,8 @@ class SchedulerCore:
             worker.pool.check(worker.tables())
             assert len(worker.running) + len(worker.held) <= self.limits.max_num_seqs
             assert len(worker.in_flight) <= self.limits.run_ahead
+            hosted = [place for sequence in holders for place in sequence.host]
+            assert sorted(hosted + worker.free_host) == list(range(worker.capacity.host_blocks))
             slots = [sequence.slot for sequence in holders if sequence.slot >= 0]
             assert len(set(slots)) == len(slots), "two sequences in one slot"
             for sequence in worker.running:
@@ -480,6 +486,7 @@ class SchedulerCore:
             worker.free_slot(sequence.slot)
         else:
             worker.preempted.remove(sequence)
+            worker.release_host(sequence)
         sequence.pages = []
         self._end(sequence, reason, now)
 
@@ -564,6 +571,7 @@ class SchedulerCore:
                 self._release_held(worker)
         else:
             worker.preempted.remove(sequence)
+            worker.release_host(sequence)
 
     def _end(self, sequence: Sequence, reason: str, now: int, status: Status = Status.ENDED) -> None:
         self._ended_waiting += sequence.status is Status.WAITING

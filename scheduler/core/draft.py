@@ -30,6 +30,8 @@ class PlanDraft:
         self._prefill_tokens = 0
         self.start_bytes = 0
         self._feeds: list[tuple[int, int]] = []
+        self._swap_outs: list[tuple[int, int]] = []
+        self._swap_ins: list[tuple[int, int]] = []
         for child in worker.forks:
             if child.status is Status.RUNNING:
                 self.start(child)
@@ -47,6 +49,16 @@ class PlanDraft:
         else:
             self._drops.append(slot)
         self._worker.free_slot(slot)
+
+    def swap_out(self, sequence: Sequence, places: list[int]) -> None:
+        """Move the sequence's computed blocks to ``places`` in host memory, before anything overwrites them."""
+        self._swap_outs += list(zip(sequence.pages, places, strict=False))
+        self._counters.swapped_out += len(places)
+
+    def swap_in(self, sequence: Sequence) -> None:
+        """Move its blocks back into its new pages; nothing of it is computed again."""
+        self._swap_ins += list(zip(sequence.host, sequence.pages, strict=False))
+        self._counters.swapped_in += len(sequence.host)
 
     def start(self, sequence: Sequence) -> None:
         submit = sequence.submit
@@ -152,6 +164,8 @@ class PlanDraft:
             backlog=worker.backlog,
             replaces=self._replaces,
             feeds=self._feeds,
+            swap_outs=self._swap_outs,
+            swap_ins=self._swap_ins,
         )
         worker.in_flight.append(
             PlanInFlight(
@@ -162,6 +176,7 @@ class PlanDraft:
                 decode_tokens=len(self._decodes),
                 prefill_tokens=self._prefill_tokens,
                 padding_tokens=padding,
+                swapped=len(self._swap_outs) + len(self._swap_ins),
             )
         )
         worker.next_step += 1

@@ -82,5 +82,7 @@ class Counters:
     bypasses: int = 0  # admissions past a blocked head
     worst_head_wait_ns: int = 0  # longest from blocked to admitted
     deadline_drops: int = 0
+    swapped_out: int = 0  # blocks
+    swapped_in: int = 0
     idle_slot_iterations: int = 0  # a slot that sat in a batch in an iteration and yielded no wanted token
     plans: int = 0

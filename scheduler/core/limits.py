@@ -23,6 +23,7 @@ class Limits:
     long_context_share: float = 0.5  # of blocks and prefill budget, that long prompts may hold while shorter ones wait
     target_itl_ns: int = 0  # shrink the prefill chunk so that a step is predicted to stay under it; 0: fixed budget
     min_prefill_tokens: int = 32  # prefill per step that the target never takes away
+    swap: bool = True  # where a worker sets host memory aside: move a victim's blocks there if that is cheaper
     run_ahead: int = 2  # plans in flight per worker
     max_num_queued_reqs: int = 1024  # waiting sequences
     admission_watermark: float = 0.02  # share of the pool kept free at admissions, never against the only sequence

@@ -10,7 +10,7 @@ from scheduler.core.admission import Admission, Defer
 from scheduler.core.draft import PlanDraft
 from scheduler.core.events import CoreEvent, Counters, Preempted
 from scheduler.core.limits import Limits
-from scheduler.core.sequence import Sequence, Status
+from scheduler.core.sequence import Sequence, Status, pages_for
 from scheduler.core.waiting import WaitingQueue
 from scheduler.core.worker_state import Placement, WorkerState
 from scheduler.policies.prefill import share_prefill, share_whole_prompts
@@ -110,7 +110,7 @@ class ContinuousPlanner:
                 break  # preempting would free nothing now; who lacks a block sits out this step
             preempted = True
             needy = next(s for s in decodes if _starts_block(s, block_size) or s.shares_tail)
-            self._preempt(worker, victim)
+            self._preempt(worker, victim, draft)
             draft.drop(victim.slot)
             victim.slot = -1
             events.append(Preempted(victim, "no_free_block", needy.request_id, now))
@@ -146,9 +146,14 @@ class ContinuousPlanner:
         )
         return None if index is None else worker.running[index]
 
-    def _preempt(self, worker: WorkerState, victim: Sequence) -> None:
+    def _preempt(self, worker: WorkerState, victim: Sequence, draft: PlanDraft) -> None:
         """Release the victim's pages now: its plans in flight run before the drop that frees them at the worker."""
         worker.running.remove(victim)
+        if self._limits.swap and worker.capacity.host_blocks and worker.swap_pays(victim):
+            blocks = pages_for(victim.scheduled, worker.capacity.block_size)
+            victim.host = [worker.free_host.pop() for _ in range(blocks)]
+            victim.swapped = victim.scheduled
+            draft.swap_out(victim, victim.host)
         worker.pool.release(victim.pages)
         victim.pages = []
         victim.computed_before = max(victim.computed_before, victim.scheduled)
@@ -176,7 +181,10 @@ class ContinuousPlanner:
                 break
             growth = len(worker.running) + 1 if worker.running else 0
             placement = worker.place(sequence, tokens)
-            if placement.takes + growth > worker.pool.num_free and worker.unpin():
+            if sequence.host:
+                blocks = pages_for(tokens, worker.capacity.block_size)
+                placement = Placement([], blocks, blocks)
+            if placement.takes + growth > worker.pool.num_free and worker.unpin() and not sequence.host:
                 placement = worker.place(sequence, tokens)  # preempted ones come before the blocked head's prefix
             if placement.takes + growth > worker.pool.num_free:
                 break
@@ -188,6 +196,11 @@ class ContinuousPlanner:
 
     def _join(self, worker: WorkerState, sequence: Sequence, placement: Placement, draft: PlanDraft) -> None:
         worker.hold(sequence, placement)
+        if sequence.host:
+            draft.swap_in(sequence)
+            sequence.scheduled = sequence.swapped
+            worker.release_host(sequence)
+            worker.register(sequence, sequence.scheduled)
         self._enter(worker, sequence)
         draft.start(sequence)
 

@@ -63,6 +63,8 @@ class Sequence:
     blocked_since: int = 0  # when it first failed to fit as the head of the queue
     bypasses: int = 0  # sequences admitted past it since
     deadline: int = 0  # ns on the core's clock; 0: none
+    host: list[int] = field(default_factory=list)  # places in host memory that hold its blocks while preempted
+    swapped: int = 0  # tokens whose KV they hold
     group: BeamGroup | None = None  # beam search: the beams it belongs to
     children: list[Sequence] = field(default_factory=list)  # choices that fork from it once its prompt is computed
     end_reason: str = ""

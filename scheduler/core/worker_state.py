@@ -39,6 +39,7 @@ class PlanInFlight:
     decode_tokens: int
     prefill_tokens: int
     padding_tokens: int
+    swapped: int = 0  # blocks swapped out or in
 
 
 class RunningSet:
@@ -83,6 +84,7 @@ class WorkerState:
     forks: list[Sequence] = field(default_factory=list)  # beams that the next plan must start
     feeds: list[tuple[Sequence, int]] = field(default_factory=list)  # tokens that the next plan must hand to beams
     searches: bool = False  # a beam search may be running
+    swap_us_per_block: float = 0.0  # one way, as measured; 0 before any swap
     draining: bool = False
     backlog: bool = False  # work was in hand when the last result came
     # Left-padded prefill of a static batch: (columns done, columns in all); None outside of one.
@@ -93,6 +95,7 @@ class WorkerState:
     pinned: list[int] = field(default_factory=list)
     num_pinned: int = 0  # of those, blocks that only the pin keeps from being had
     _roots: dict[str, bytes] = field(default_factory=dict)  # cache salt -> root of its hash chains
+    _free_host: list[int] | None = None
     _free_slots: list[int] = field(default_factory=list)
     _slots_made: int = 0
 
@@ -141,6 +144,27 @@ class WorkerState:
             self.pool.release(self.pinned)
         self.pinned_for, self.pinned, self.num_pinned = None, [], 0
         return had
+
+    @property
+    def free_host(self) -> list[int]:
+        """Free places in host memory."""
+        if self._free_host is None:
+            self._free_host = list(range(self.capacity.host_blocks - 1, -1, -1))
+        return self._free_host
+
+    def release_host(self, sequence: Sequence) -> None:
+        """The sequence's copy in host memory is of no more use."""
+        if sequence.host:
+            self.free_host.extend(sequence.host)
+            sequence.host, sequence.swapped = [], 0
+
+    def swap_pays(self, sequence: Sequence) -> bool:
+        """True if moving its blocks out and back is quicker than computing them again, as far as was measured."""
+        blocks = pages_for(sequence.scheduled, self.capacity.block_size)
+        if not blocks or blocks > len(self.free_host):
+            return False
+        recompute_us = self.predictor.predict_us(sequence.scheduled) - self.predictor.predict_us(0)
+        return 2 * blocks * self.swap_us_per_block <= recompute_us or not self.swap_us_per_block
 
     def own_blocks(self) -> list[int]:
         """For each running sequence, the blocks that come back when it ends: those that it alone refers to.

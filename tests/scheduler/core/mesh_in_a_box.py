@@ -35,8 +35,8 @@ EOS = 5
 MS = 1_000_000
 
 
-def capacity(num_blocks: int = 64, block_size: int = 4, max_model_len: int = 128) -> Capacity:
-    return Capacity("m", max_model_len, block_size, num_blocks, VOCAB, [EOS])
+def capacity(num_blocks: int = 64, block_size: int = 4, max_model_len: int = 128, host_blocks: int = 0) -> Capacity:
+    return Capacity("m", max_model_len, block_size, num_blocks, VOCAB, [EOS], host_blocks=host_blocks)
 
 
 def request(
@@ -162,6 +162,7 @@ class Box:
             forward_us=100 + 10 * rows,
             rows=rows,
             candidates=settled.candidates,
+            swap_us=self.runners[worker].swap_us,
         )
 
     def apply(self, result: StepResult) -> None:

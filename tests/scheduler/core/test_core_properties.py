@@ -63,6 +63,7 @@ setups = st.fixed_dictionaries(
         "workers": st.integers(1, 2),
         "growth_aware": st.booleans(),
         "caching": st.booleans(),
+        "host_blocks": st.sampled_from([0, 0, 4, 40]),
         "max_bypasses": st.sampled_from([0, 1, 3, 32]),
         "window": st.sampled_from([0, 2, 64]),
         "long_tokens": st.sampled_from([0, 0, 12]),
@@ -92,6 +93,7 @@ def drive(setup: dict[str, object], ops: list[object]) -> Box:
     box = Box(
         limits, setup["policy"], setup["workers"],  # type: ignore[arg-type]
         num_blocks=setup["num_blocks"], block_size=setup["block_size"], max_model_len=64,  # type: ignore[arg-type]
+        host_blocks=setup["host_blocks"],  # type: ignore[arg-type]
     )  # fmt: skip
     results: dict[str, list[StepResult]] = {name: [] for name in box.queues}
     names = list(box.queues)
