@@ -80,6 +80,7 @@ class Simulation:
         if self._concurrency:
             for _ in range(min(self._concurrency, len(self._requests))):
                 self._submit_next()
+            self._pump_all()
         elif self._requests:
             self._at(self._requests[0].at_ns + self._bus_ns, self._arrive)
         heap = self._heap

@@ -98,7 +98,7 @@ def blocked_head(bench: Bench) -> list[Section]:
         "memory head-of-line blocking: strict FIFO stalls; backfilling keeps the pool busy, and the head's wait stays "
         "bounded"
     )
-    seconds = bench.seconds(600, 100)
+    seconds = bench.seconds(600, 30)
     lengths = Lengths(
         "hol", "short chats (64 in, 64 out) and every twentieth a document of 20k to 30k tokens",
         lambda rng: (((0, rng.randint(20_000, 30_000)),), 256, rng.randint(64, 256))
