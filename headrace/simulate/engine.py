@@ -266,6 +266,9 @@ class Simulation:
             self._begin(link)
 
 
-def simulated_capacity(kv_tokens: int, block_size: int, max_model_len: int) -> Capacity:
+def simulated_capacity(kv_tokens: int, block_size: int, max_model_len: int, host_tokens: int = 0) -> Capacity:
     """What a simulated worker tells the scheduler about itself."""
-    return Capacity(MODEL, max_model_len, block_size, max(1, kv_tokens // block_size), VOCAB_SIZE, [], "simulated")
+    return Capacity(
+        MODEL, max_model_len, block_size, max(1, kv_tokens // block_size), VOCAB_SIZE, [], "simulated",
+        host_blocks=host_tokens // block_size,
+    )  # fmt: skip

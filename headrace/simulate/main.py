@@ -34,6 +34,7 @@ def parser() -> Parser:
     made.add_argument("--block-size", type=int, default=16, help="tokens in a KV block")
     made.add_argument("--max-model-len", type=int, default=8192, help="longest prompt and output together")
     made.add_argument("--kv-tokens", type=int, default=0, help="size of the KV pool (default: what the card has left)")
+    made.add_argument("--host-tokens", type=int, default=0, help="KV entries in host memory, for swapping (default: 0)")
     made.add_argument("--t0-ms", type=float, default=2.0, help="fixed part of a step: launches, Python")
     made.add_argument("--bus-us", type=float, default=125.0, help="one way over the bus")
     made.add_argument("--policy", default="continuous", choices=sorted(BATCHING_POLICIES))
@@ -116,7 +117,7 @@ def _requests(args: Any) -> list[Request]:
 
 _OPTIONS: dict[str, type] = {
     "model": str, "gpu": str, "tp": int, "workers": int, "block_size": int, "max_model_len": int, "kv_tokens": int,
-    "t0_ms": float, "bus_us": float, "policy": str, "baseline": str,
+    "host_tokens": int, "t0_ms": float, "bus_us": float, "policy": str, "baseline": str,
 }  # fmt: skip
 """Options that make the scenario and may differ between variants, beside the limits."""
 

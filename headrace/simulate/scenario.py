@@ -33,6 +33,7 @@ class Scenario:
     block_size: int = 16
     max_model_len: int = 8192
     kv_tokens: int = 0  # 0: what the card has left (see Deployment)
+    host_tokens: int = 0  # KV entries that fit in host memory set aside for swapping
     limits: Limits = field(default_factory=lambda: SIMULATED_LIMITS)
     policy: str = "continuous"
     baseline: str = ""  # a variant of the core in headrace.simulate.baselines; empty: the core itself
@@ -69,7 +70,7 @@ def run(
     """
     deployment = scenario.deployment
     capacity = simulated_capacity(
-        scenario.kv_tokens or deployment.kv_tokens, scenario.block_size, scenario.max_model_len
+        scenario.kv_tokens or deployment.kv_tokens, scenario.block_size, scenario.max_model_len, scenario.host_tokens
     )
     population = Population(requests)
     core = scenario.core()

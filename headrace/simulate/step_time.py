@@ -34,7 +34,11 @@ class StepWork:
 
 
 class StepTime(Protocol):
-    def ns(self, work: StepWork) -> int: ...
+    def ns(self, work: StepWork) -> int:
+        """How long the step takes, swaps included."""
+
+    def swap_ns(self, work: StepWork) -> int:
+        """How much of that is swapping."""
 
 
 class Roofline:
@@ -52,8 +56,11 @@ class Roofline:
     def ns(self, work: StepWork) -> int:
         weights = max(self._row * work.rows, self._weights)
         attention = max(self._context * work.context, self._kv * work.kv_tokens)
-        moved = 2 * self._kv * work.copied_tokens + self._swap * work.swapped_tokens  # a copy reads and writes
-        return int(self._t0 + weights + attention + moved)
+        copies = 2 * self._kv * work.copied_tokens  # read and written
+        return int(self._t0 + weights + attention + copies) + self.swap_ns(work)
+
+    def swap_ns(self, work: StepWork) -> int:
+        return int(self._swap * work.swapped_tokens)
 
 
 @dataclass(frozen=True)
@@ -65,3 +72,6 @@ class LinearStepTime:
 
     def ns(self, work: StepWork) -> int:
         return int(self.base_ns + self.row_ns * work.rows)
+
+    def swap_ns(self, work: StepWork) -> int:
+        return 0

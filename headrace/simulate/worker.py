@@ -122,6 +122,7 @@ class SimulatedWorker:
         work.rows += padding_rows
         work.context += padding_rows
         work.copied_tokens = len(plan.copies) * self.capacity.block_size
+        work.swapped_tokens = (len(plan.swap_outs) + len(plan.swap_ins)) * self.capacity.block_size
         got = np.concatenate((running, np.array(sampled, np.int64))) if sampled else running
         left[got] -= 1
         tokens: list[int] = np.where(alive, decodes + OUTPUT_CONTENT, -1).tolist()
@@ -133,6 +134,7 @@ class SimulatedWorker:
         result = StepResult(
             plan.epoch, self.name, self.incarnation, plan.step, tokens, self._ends(plan, got, sampled),
             forward_us=duration_ns // 1000, rows=work.rows, padding_rows=padding_rows, candidates=candidates,
+            swap_us=self._step_time.swap_ns(work) // 1000,
         )  # fmt: skip
         chunked = {slot for slot, _ in plan.chunks}
         idle = sum(slot not in chunked for slot, _ in plan.padding)
