@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +22,8 @@ from shared.config import parse_service
 from shared.ids import new_process_id
 from shared.lifecycle import StartupError, run
 
+log = logging.getLogger("headrace.scheduler")
+
 
 async def serve(config: SchedulerConfig, stop: asyncio.Event) -> None:
     name = config.scheduler_id or new_process_id("scheduler")
@@ -38,6 +41,7 @@ async def serve(config: SchedulerConfig, stop: asyncio.Event) -> None:
         trace = TraceWriter(Path(config.record)) if config.record else None
     except OSError as error:
         raise StartupError(f"--record {config.record}: {error.strerror}") from None
+    log.info("metrics on http://%s:%d/metrics", config.metrics_host, listener.port)
     tracing = Tracing("scheduler", name, config.otlp_endpoint, config.trace_sampling)
     try:
         step_bus = await NatsBus.connect(config.nats, f"{name}-step", config.nats_token)

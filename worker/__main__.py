@@ -54,6 +54,7 @@ async def serve(config: WorkerConfig, stop: asyncio.Event) -> None:
         listener = MetricsListener(registry, config.metrics_host, config.metrics_port)
     except OSError as error:
         raise StartupError(f"metrics port {config.metrics_port}: {error.strerror}") from None
+    log.info("metrics on http://%s:%d/metrics", config.metrics_host, listener.port)
     tracing = Tracing("worker", name, config.otlp_endpoint, config.trace_sampling)
     try:
         step_bus = await NatsBus.connect(config.nats, f"{name}-step", config.nats_token)

@@ -46,6 +46,8 @@ class ContinuousPlanner:
             joined = self._resume(worker, draft)
             if admit and not worker.preempted and not worker.draining:
                 joined += self._admission.admit(worker, queue, draft, defer, self._join, now)
+            if not (decodes or prefills or joined or worker.in_flight) and worker.preempted:
+                joined = self._unstall(worker, draft, now, events)
             for sequence in joined:
                 (decodes if sequence.remaining == 1 else prefills).append(sequence)
         for sequence in decodes:
@@ -174,18 +176,12 @@ class ContinuousPlanner:
                 break  # (a beam's slot is kept for it)
             if sequence.status is not Status.PREEMPTED:
                 break  # its tokens are not all known yet; nobody less senior overtakes it
-            tokens = len(sequence.tokens)
-            if sequence.preemptions > self._limits.reserve_after_preemptions:
-                tokens = sequence.worst_case_tokens
             if draft.plan_is_full(len(sequence.tokens), self._limits.max_plan_start_bytes):
                 break
             growth = len(worker.running) + 1 if worker.running else 0
-            placement = worker.place(sequence, tokens)
-            if sequence.host:
-                blocks = pages_for(tokens, worker.capacity.block_size)
-                placement = Placement([], blocks, blocks)
-            if placement.takes + growth > worker.pool.num_free and worker.unpin() and not sequence.host:
-                placement = worker.place(sequence, tokens)  # preempted ones come before the blocked head's prefix
+            placement = self._return_placement(worker, sequence)
+            if placement.takes + growth > worker.pool.num_free and worker.unpin():
+                placement = self._return_placement(worker, sequence)  # it comes before the blocked head's prefix
             if placement.takes + growth > worker.pool.num_free:
                 break
             worker.preempted.pop(0)
@@ -193,6 +189,39 @@ class ContinuousPlanner:
             self._join(worker, sequence, placement, draft)
             joined.append(sequence)
         return joined
+
+    def _return_placement(self, worker: WorkerState, sequence: Sequence) -> Placement:
+        """What a preempted sequence needs to come back."""
+        tokens = len(sequence.tokens)
+        if sequence.preemptions > self._limits.reserve_after_preemptions:
+            tokens = sequence.worst_case_tokens
+        if sequence.host:
+            blocks = pages_for(tokens, worker.capacity.block_size)
+            return Placement([], blocks, blocks)
+        return worker.place(sequence, tokens)
+
+    def _unstall(self, worker: WorkerState, draft: PlanDraft, now: int, events: list[CoreEvent]) -> list[Sequence]:
+        """Everything that runs waits for something preempted: beams for their siblings. Nothing would ever move again.
+
+        The most senior preempted sequence comes back in place of the least senior that run. It fits: what is more
+        senior than it and runs is of its own search, whose beams all fit together (``can_hold``).
+        """
+        head = worker.preempted[0]
+        placement = self._return_placement(worker, head)
+        while placement.takes > worker.pool.num_free and worker.running:
+            victim = worker.running[len(worker.running) - 1]
+            if victim.seniority < head.seniority:
+                break
+            self._preempt(worker, victim, draft)
+            draft.drop(victim.slot)
+            victim.slot = -1
+            events.append(Preempted(victim, "stalled_search", head.request_id, now))
+            placement = self._return_placement(worker, head)
+        if placement.takes > worker.pool.num_free:
+            return []
+        worker.preempted.remove(head)
+        self._join(worker, head, placement, draft)
+        return [head]
 
     def _join(self, worker: WorkerState, sequence: Sequence, placement: Placement, draft: PlanDraft) -> None:
         worker.hold(sequence, placement)

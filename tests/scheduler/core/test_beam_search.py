@@ -118,3 +118,15 @@ def test_end_tokens_make_hypotheses_and_do_not_go_on() -> None:
     assert [(h.tokens, h.end) for h in search.hypotheses] == [([9], "stop")]
     search.advance([[3], [4]], [([9, 5, 6, 7], [-9.0, -9.5, -9.6, -9.7]), ([9, 5, 6, 7], [-9.0, -9.5, -9.6, -9.7])])
     assert search.done and search.hypotheses[0].tokens == [9]
+
+
+@pytest.mark.parametrize("blocks", range(16, 30))
+def test_searches_that_preempt_each_other_do_not_wait_for_each_other(blocks: int) -> None:
+    box = Box(limits(growth_aware_admission=False, enable_prefix_caching=False), num_blocks=blocks)
+    for index in range(8):
+        box.submit(request(f"s{index}", prompt_len=8, max_tokens=20, beams=2, n=2, arrival_ns=index))
+    box.run()
+    assert len(found(box)) == 8
+    box.assert_tokens_right()
+    box.step()
+    box.assert_idle()
