@@ -69,6 +69,7 @@ class SchedulerService:
         else:
             self._core = RecordingCore(config.limits(), config.policy, trace)
         self._gateways: dict[str, float] = {}
+        self._next_steps: dict[str, tuple[int, int]] = {}  # lost worker -> (incarnation, first step it has not seen)
         self._seen_epoch = 0
         self._leader_seen = -1e9  # monotonic s of the last beat of another leader
         self._leading = False
@@ -220,9 +221,13 @@ class SchedulerService:
         elif link is not None:  # it restarted and is loading again
             self._lose(beat.worker, "its worker restarted", "restart")
 
-    def _greet(self, beat: WorkerBeat, first_step: int = 1) -> None:
+    def _greet(self, beat: WorkerBeat) -> None:
         assert beat.capacity is not None
+        first_step = 1
         now = time.monotonic_ns()
+        known = self._next_steps.get(beat.worker)
+        if known is not None and known[0] == beat.incarnation:
+            first_step = max(first_step, known[1])  # a late result of its lost batch must fit no plan of the new one
         self._plans.forget(beat.worker)
         self._report.carry_out(self._core.worker_up(beat.worker, beat.incarnation, beat.capacity, now, first_step))
         self._plans.links[beat.worker] = WorkerLink(beat.incarnation, time.monotonic())
@@ -256,14 +261,16 @@ class SchedulerService:
         link = self._plans.links.get(worker)
         if link is None or link.incarnation != incarnation:
             return
-        state = self._core.workers[worker]
+        capacity = self._core.workers[worker].capacity
         self._lose(worker, reason, "fault")
-        beat = WorkerBeat(worker, incarnation, self._core.epoch, WorkerState.READY, state.capacity)
-        self._greet(beat, state.next_step)
+        self._greet(WorkerBeat(worker, incarnation, self._core.epoch, WorkerState.READY, capacity))
 
     def _lose(self, worker: str, reason: str, cause: str) -> None:
         log.error("worker %s lost: %s", worker, reason)
         self._metrics.workers_lost.labels(cause).inc()
+        if worker in self._core.workers:
+            state = self._core.workers[worker]
+            self._next_steps[worker] = (state.incarnation, state.next_step)
         self._plans.forget(worker)
         self._report.carry_out(self._core.worker_lost(worker, reason, time.monotonic_ns()))
         self._beat()

@@ -27,6 +27,7 @@ from shared.messages import (
     Submit,
     SubmitReply,
     TokenBatch,
+    WorkerBeat,
     WorkerFault,
     decode,
     encode,
@@ -80,6 +81,10 @@ def prompt(name: str) -> list[int]:
     return [sum(name.encode()) % VOCAB, 3, 5]
 
 
+def is_beat(_: str, payload: bytes) -> bool:
+    return isinstance(decode(payload), WorkerBeat)
+
+
 def run(
     scenario: Callable[[OneProcessMesh], object], lose: Callable[[str, bytes], bool] = lambda subject, payload: False,
     runner: SimulatedRunner | None = None,
@@ -91,7 +96,9 @@ def run(
         await bus.subscribe(Subjects().event("g"), mesh.on_event)
         stop = asyncio.Event()
         worker = WorkerService(WorkerConfig(), "w", 7, bus, bus, mesh.worker_metrics, OFF)
-        scheduler = SchedulerService(SchedulerConfig(max_num_seqs=4), "s", bus, bus, mesh.metrics, OFF)
+        scheduler = SchedulerService(
+            SchedulerConfig(max_num_seqs=4, worker_timeout_s=1.0), "s", bus, bus, mesh.metrics, OFF
+        )
         async with asyncio.TaskGroup() as group:
             await worker.listen()
             group.create_task(worker.run(stop))
@@ -225,3 +232,25 @@ def test_a_lost_reset_after_a_fault_does_not_mix_batches() -> None:
 
     run(scenario, lose, Faulty(CAPACITY, StepTime()))
     assert resets
+
+
+def test_a_late_result_of_a_lost_batch_is_not_taken_for_one_of_the_new_batch() -> None:
+    """A worker that was silent while its step ran is lost, comes back as it was, and then its old result arrives."""
+
+    async def scenario(mesh: OneProcessMesh) -> None:
+        await mesh.submit("a", 1, 1)
+        mesh.bus.lose = is_beat
+        await until(lambda: mesh.events, "the silence to be noticed")
+        mesh.bus.lose = lambda subject, payload: False
+        steps_before = len([1 for subject, _ in mesh.bus.published if ".result." in subject])
+        await until(lambda: worker_greeted_again(mesh.bus), "the worker to be known again")
+        assert steps_before == 0, "the old step ended too soon for this test"
+        await mesh.submit("b", 3, 2)
+        await until(lambda: "b" in mesh.ends, "the next request's end")
+        assert mesh.tokens["b"] == expected_tokens(prompt("b"), 2, 3, VOCAB)
+
+    run(scenario, runner=SimulatedRunner(CAPACITY, StepTime(2_500_000.0)))
+
+
+def worker_greeted_again(bus: InProcessBus) -> bool:
+    return sum(isinstance(decode(payload), Reset) for subject, payload in bus.published if ".step." in subject) > 1
