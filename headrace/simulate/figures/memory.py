@@ -17,7 +17,7 @@ _WHERE_13B = "Llama-2-13B on one A100-40 with the vLLM paper's 15,700 KV slots"
 
 def paging(bench: Bench) -> list[Section]:
     lengths = LENGTHS["chat"]
-    requests = stream(lengths, bench.count(800, 200), 1)
+    requests = stream(lengths, bench.count(400, 150), 1)
     paged = bench.run(_13B, requests, "paged", 64).figures
     table = [["allocator", "wasted of held", "sequences at once", "tok/s"]]
     table.append(["pages of 16", f"{paged.kv_waste:.1%}", f"{paged.running_mean:.1f}", f"{paged.tokens_per_s:.0f}"])
@@ -129,8 +129,8 @@ def sharing(bench: Bench) -> list[Section]:
         *(("sampling", n, lengths) for lengths in (LENGTHS["instruct"], LENGTHS["chat"], summary) for n in (2, 4, 6)),
         *(("beam", n, lengths) for lengths in (LENGTHS["instruct"], summary) for n in (2, 4, 6)),
     ]:
-        at_once = 512 // n  # more than fit, on either side
-        plain = stream(lengths, bench.count(1200 // n, 400 // n) + at_once, 3, n=n)
+        at_once = 320 // n  # more than fit, on either side
+        plain = stream(lengths, bench.count(800 // n, 320 // n) + at_once, 3, n=n)
         if search == "beam":
             limit = 160 if lengths is summary else 100  # a search takes its whole max_tokens; keep it short
             plain = [replace(one, outputs=(min(limit, max(one.outputs)),) * n) for one in plain]
