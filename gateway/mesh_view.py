@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shared.messages import ModelInfo, SchedulerBeat
+from shared.messages import MAX_EPOCH, ModelInfo, SchedulerBeat
 
 
 class MeshView:
@@ -16,7 +16,7 @@ class MeshView:
 
     def observe(self, beat: SchedulerBeat, now_s: float) -> bool:
         """Take in a beat; True if it tells of a new epoch."""
-        if beat.epoch < self.epoch or beat.epoch == 0:
+        if not max(1, self.epoch) <= beat.epoch < MAX_EPOCH:
             return False
         new_epoch = beat.epoch > self.epoch
         self.epoch = beat.epoch

@@ -57,6 +57,9 @@ class SchedulerConfig(MeshConfig):
     )
     run_ahead: int = option(2, "plans in flight per worker; 1 turns run-ahead off", check=between(1, 8))
     worker_timeout_s: float = option(5.0, "a worker silent for so long is lost", check=at_least(1))
+    step_timeout_s: float = option(
+        300.0, "a worker whose step runs longer is stuck, and its batch lost", check=at_least(1)
+    )
     gateway_timeout_s: float = option(
         10.0, "a gateway silent for so long is gone, and its requests are cancelled", check=at_least(1)
     )

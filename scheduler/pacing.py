@@ -28,6 +28,7 @@ class WorkerLink:
     sent: deque[tuple[int, int, bytes]] = field(default_factory=deque)  # (step, tokens, payload)
     step_began: float = 0.0  # when the oldest plan in flight is thought to have begun
     sent_at: float = 0.0
+    resends: int = 0  # of the oldest plan
     timer: asyncio.TimerHandle | None = None
 
     def close(self) -> None:
@@ -70,6 +71,7 @@ class PlanSender:
     def settle(self, link: WorkerLink, result: StepResult) -> None:
         """A result was applied: its plan need not be kept, and the next step begins about now."""
         link.seen = link.sent_at = link.step_began = time.monotonic()
+        link.resends = 0
         while link.sent and link.sent[0][0] <= result.step:
             link.sent.popleft()
 

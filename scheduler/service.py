@@ -18,12 +18,14 @@ from scheduler.reporting import Reporter
 from shared.bus import Bus
 from shared.lifecycle import ServiceFault
 from shared.messages import (
+    MAX_EPOCH,
     AnyMessage,
     BadMessage,
     Cancel,
     GatewayBeat,
     Need,
     Outcome,
+    RequestEvent,
     Reset,
     RollCall,
     SchedulerBeat,
@@ -46,6 +48,7 @@ TICK_S = 0.25
 ROLL_CALL_S = 0.3
 ORPHAN_AGE_NS = 3_000_000_000  # a request that its gateway's beats still lack after so long is an orphan
 RESEND_AFTER_S = 1.0
+MOST_RESENDS = 5  # of one plan, before its batch counts as lost
 LEADER_TIMEOUT_S = 3.0
 
 
@@ -69,6 +72,8 @@ class SchedulerService:
         else:
             self._core = RecordingCore(config.limits(), config.policy, trace)
         self._gateways: dict[str, float] = {}
+        # Per gateway: requests that it waits for and nobody here knows -> since when (monotonic ns).
+        self._unknown: dict[str, dict[tuple[str, int], int]] = {}
         self._next_steps: dict[str, tuple[int, int]] = {}  # lost worker -> (incarnation, first step it has not seen)
         self._seen_epoch = 0
         self._leader_seen = -1e9  # monotonic s of the last beat of another leader
@@ -186,23 +191,45 @@ class SchedulerService:
 
     def _on_beat(self, payload: bytes, _: str) -> None:
         message = self._decode(payload)
-        if isinstance(message, WorkerBeat):
-            self._seen_epoch = max(self._seen_epoch, message.epoch)
-            if self._leading:
-                self._meet_worker(message)
-        elif isinstance(message, GatewayBeat):
-            self._seen_epoch = max(self._seen_epoch, message.epoch)
-            self._gateways[message.gateway] = time.monotonic()
-            if self._leading and not message.partial:
-                now = time.monotonic_ns()
-                live = [request_id for request_id, _ in message.live]
-                self._report.carry_out(self._core.reconcile(message.gateway, live, now - ORPHAN_AGE_NS, now))
-        elif isinstance(message, SchedulerBeat) and message.scheduler != self._name:
-            self._seen_epoch = max(self._seen_epoch, message.epoch)
+        if not isinstance(message, WorkerBeat | GatewayBeat | SchedulerBeat) or not 0 <= message.epoch < MAX_EPOCH:
+            self._metrics.bad_messages.inc()
+            return
+        if isinstance(message, SchedulerBeat):
+            if message.scheduler == self._name:
+                return
             self._leader_seen = -1e9 if message.draining else time.monotonic()
             if self._leading and (message.epoch, message.scheduler) > (self._core.epoch, self._name):
-                self._plans.closed = True
-                self._deposed = f"scheduler {message.scheduler} leads in epoch {message.epoch}"
+                self._stand_down(f"scheduler {message.scheduler} leads in epoch {message.epoch}")
+        elif self._leading and message.epoch > self._core.epoch:
+            # It was silent while this one took its epoch. It obeys nobody below what it has seen: lead again, above.
+            self._stand_down(f"epoch {message.epoch} has been seen, above {self._core.epoch}")
+        self._seen_epoch = max(self._seen_epoch, message.epoch)
+        if not self._leading:
+            return
+        if isinstance(message, WorkerBeat):
+            self._meet_worker(message)
+        elif isinstance(message, GatewayBeat):
+            self._meet_gateway(message)
+
+    def _stand_down(self, why: str) -> None:
+        self._plans.closed = True
+        self._deposed = why
+
+    def _meet_gateway(self, beat: GatewayBeat) -> None:
+        """Reconcile both ways: end what the gateway no longer waits for, and tell it what nobody here will ever end."""
+        now = time.monotonic_ns()
+        self._gateways[beat.gateway] = time.monotonic()
+        if not beat.partial:
+            live = [request_id for request_id, _ in beat.live]
+            self._report.carry_out(self._core.reconcile(beat.gateway, live, now - ORPHAN_AGE_NS, now))
+        unknown = {key for key in beat.live if not self._core.knows(*key)}
+        since = self._unknown.get(beat.gateway, {})
+        self._unknown[beat.gateway] = since = {key: since.get(key, now) for key in unknown}
+        for (request_id, attempt), first in since.items():
+            if now - first > ORPHAN_AGE_NS:
+                reason = "the scheduler does not know it any more"
+                event = RequestEvent(self._core.epoch, "lost", request_id, attempt, -1, reason)
+                self._out.post(self._subjects.event(beat.gateway), encode(event))
 
     def _meet_worker(self, beat: WorkerBeat) -> None:
         link = self._plans.links.get(beat.worker)
@@ -210,14 +237,21 @@ class SchedulerService:
             link.seen = time.monotonic()
             if beat.state is WorkerState.DRAINING:
                 self._core.worker_draining(beat.worker)
+            elif beat.executing_us > self._config.step_timeout_s * 1e6:
+                self._lose(beat.worker, f"a step has run for {beat.executing_us / 1e6:.0f} s", "stuck")
             elif not beat.executing and link.sent and time.monotonic() - link.sent_at > RESEND_AFTER_S:
                 link.sent_at = time.monotonic()
-                self._plans.resend(beat.worker, link.sent[0][0])  # a plan or its result was lost
+                link.resends += 1
+                if link.resends > MOST_RESENDS:
+                    self._restart_batch(beat.worker, beat.incarnation, "its plans get no results")
+                else:
+                    self._plans.resend(beat.worker, link.sent[0][0])  # a plan or its result was lost
             return
         if link is not None and link.incarnation > beat.incarnation:
             return  # a beat of the process before this one
         if beat.state is WorkerState.READY and beat.capacity is not None:
-            self._greet(beat)
+            if not beat.executing:  # else a step of a batch that was lost still runs
+                self._greet(beat)
         elif link is not None:  # it restarted and is loading again
             self._lose(beat.worker, "its worker restarted", "restart")
 
@@ -290,6 +324,7 @@ class SchedulerService:
                 if now - seen > self._config.gateway_timeout_s:
                     log.warning("gateway %s is gone; its requests are cancelled", gateway)
                     del self._gateways[gateway]
+                    self._unknown.pop(gateway, None)
                     now_ns = time.monotonic_ns()
                     self._report.carry_out(self._core.reconcile(gateway, [], now_ns, now_ns))
             self._report.carry_out(self._core.tick(time.monotonic_ns()))

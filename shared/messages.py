@@ -16,6 +16,9 @@ from enum import StrEnum
 
 import msgspec
 
+MAX_EPOCH = 1 << 53
+"""No epoch comes near; a message that says so is noise, and must not fence the mesh off for ever."""
+
 
 class Outcome(StrEnum):
     """What became of a submitted request. One closed set: the HTTP status, the metric label and the log field."""
@@ -139,8 +142,8 @@ class StepPlan(Message, frozen=True, tag="plan"):
     """What one iteration does, as a delta on the worker's persistent batch.
 
     Order of execution: drops, swap outs, copies (one after the other), swap ins, starts, page appends and replacements,
-    feeds, then one forward pass over decodes, chunks and padding. Tokens are sampled for every decode, then for every chunk that reaches the
-    end of its sequence's tokens, then for every fork (from its parent's logits), in plan order.
+    feeds, then one forward pass over decodes, chunks and padding. Tokens are sampled for every decode, then for every
+    chunk that reaches the end of its sequence's tokens, then for every fork (from its parent's logits), in plan order.
     """
 
     epoch: int

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-from shared.messages import Need, Reset, StepPlan
+from shared.messages import MAX_EPOCH, Need, Reset, StepPlan
 
 KEPT_RESULTS = 8
 
@@ -34,7 +34,9 @@ class StepLedger:
     _results: OrderedDict[int, bytes] = field(default_factory=OrderedDict)
 
     def offer(self, message: StepPlan | Reset) -> Verdict:
-        if message.worker != self.worker or message.incarnation != self.incarnation or message.epoch < self.epoch:
+        if message.worker != self.worker or message.incarnation != self.incarnation:
+            return Verdict(stale=True)
+        if not self.epoch <= message.epoch < MAX_EPOCH:
             return Verdict(stale=True)
         if isinstance(message, Reset):
             self._restart(message.epoch, message.step)

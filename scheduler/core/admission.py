@@ -53,7 +53,9 @@ class Admission:
                 break  # a search waits for slots for all of its beams
             if draft.plan_is_full(len(sequence.tokens), limits.max_plan_start_bytes):
                 break
-            if not worker.can_hold(sequence) or defer(worker, sequence):
+            if not worker.can_hold(sequence):
+                continue  # it waits for a larger worker, and nobody here holds it up
+            if defer(worker, sequence):
                 if pass_.head is None:
                     break  # another worker takes it
                 continue

@@ -60,7 +60,7 @@ class _Request:
 @dataclass(slots=True)
 class _Model:
     queue: WaitingQueue
-    without_worker_since_ns: int = 0
+    worker_lost_ns: int = 0  # when it last lost a worker; 0: since then everything that waits was seen to fit another
 
 
 class SchedulerCore:
@@ -101,7 +101,6 @@ class SchedulerCore:
         )
         if capacity.model not in self._models:
             self._models[capacity.model] = _Model(WaitingQueue(self.fairness, self.limits.priority_aging_ns))
-        self._models[capacity.model].without_worker_since_ns = 0
         return events
 
     def worker_lost(self, name: str, reason: str, now: int) -> list[CoreEvent]:
@@ -120,9 +119,7 @@ class SchedulerCore:
                     if lost.group is None or lost is lost.group.members[0]:
                         events.append(Failed(lost, "lost", reason, now))
                 sequence.children = []
-        model = worker.capacity.model
-        if not any(other.capacity.model == model for other in self.workers.values()):
-            self._models[model].without_worker_since_ns = now
+        self._models[worker.capacity.model].worker_lost_ns = max(1, now)
         return events
 
     def worker_draining(self, name: str) -> None:
@@ -221,6 +218,11 @@ class SchedulerCore:
         ]
         return [event for request_id, attempt in orphans for event in self.cancel(request_id, attempt, -1, now)]
 
+    def knows(self, request_id: str, attempt: int) -> bool:
+        """True if the request is live here in this attempt: somebody is going to end it."""
+        request = self._requests.get(request_id)
+        return request is not None and request.attempt == attempt and request.live > 0
+
     # --- iterations -------------------------------------------------------------------------------------------------
 
     def plan(self, worker_name: str, now: int) -> tuple[StepPlan | None, list[CoreEvent]]:
@@ -277,16 +279,20 @@ class SchedulerCore:
         for request_id in [r for r, req in self._requests.items() if req.live == 0 and req.ended_ns < horizon]:
             del self._requests[request_id]
         events = self._drop_late(now)
-        for model in self._models.values():
-            since = model.without_worker_since_ns
-            if since and len(model.queue) and now - since > self.limits.no_worker_grace_ns:
-                for head in list(model.queue):
-                    model.queue.remove(head)
-                    for sequence in (head, *head.children):
-                        self._end(sequence, EndReason.FAILED.value, now)
-                        self.counters.failed += 1
-                        events.append(Failed(sequence, "failed", "no worker serves the model any more", now))
-                    head.children = []
+        for name, model in self._models.items():
+            if not model.worker_lost_ns or now - model.worker_lost_ns <= self.limits.no_worker_grace_ns:
+                continue
+            model.worker_lost_ns = 0
+            live = [worker for worker in self.workers.values() if worker.capacity.model == name]
+            for head in [head for head in model.queue if not any(worker.can_hold(head) for worker in live)]:
+                model.queue.remove(head)
+                for sequence in (head, *head.children):
+                    self._end(sequence, EndReason.FAILED.value, now)
+                    self.counters.failed += 1
+                    events.append(Failed(sequence, "failed", "no worker that can hold it is left", now))
+                head.children = []
+            if not live:
+                model.worker_lost_ns = now  # whatever is still submitted by mistake waits no longer than this again
         return events
 
     def wake_at(self, worker_name: str, now: int) -> int | None:

@@ -32,9 +32,11 @@ class HeldBatchPlanner:
 
     def _form(self, worker: WorkerState, queue: WaitingQueue, draft: PlanDraft, now: int) -> None:
         longest = 0
-        while (head := queue.head(now)) is not None and len(worker.running) < self._limits.max_num_seqs:
-            if not worker.can_hold(head):
+        for head in list(queue.order(now)):
+            if len(worker.running) >= self._limits.max_num_seqs:
                 break
+            if not worker.can_hold(head):
+                continue  # it waits for a larger worker
             pages = worker.pool.allocate(pages_for(head.worst_case_tokens, worker.capacity.block_size))
             if pages is None:
                 break

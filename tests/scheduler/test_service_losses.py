@@ -16,8 +16,11 @@ from scheduler import service as scheduler_service
 from scheduler.config import SchedulerConfig
 from scheduler.metrics import SchedulerMetrics
 from scheduler.service import SchedulerService
+from shared.lifecycle import ServiceFault
 from shared.messages import (
+    MAX_EPOCH,
     Capacity,
+    GatewayBeat,
     Outcome,
     RequestEvent,
     Reset,
@@ -254,3 +257,46 @@ def test_a_late_result_of_a_lost_batch_is_not_taken_for_one_of_the_new_batch() -
 
 def worker_greeted_again(bus: InProcessBus) -> bool:
     return sum(isinstance(decode(payload), Reset) for subject, payload in bus.published if ".step." in subject) > 1
+
+
+def test_a_gateway_is_told_of_requests_that_nobody_will_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler_service, "ORPHAN_AGE_NS", 100_000_000)
+
+    async def scenario(mesh: OneProcessMesh) -> None:
+        beat = GatewayBeat("g", 1, [("ghost", 1)])
+
+        async def beats() -> None:
+            while not mesh.events:
+                await mesh.bus.publish(Subjects().beat("gateway", "g"), encode(beat))
+                await asyncio.sleep(0.02)
+
+        await asyncio.wait_for(beats(), 20)
+
+    assert run(scenario).events == ["lost"]
+
+
+def test_plans_that_never_get_a_result_cost_their_batch_not_the_mesh() -> None:
+    """Every result is lost for a while: after some resends the batch counts as lost, and service resumes."""
+
+    async def scenario(mesh: OneProcessMesh) -> None:
+        await mesh.submit("a", 20, 1)
+        await until(lambda: mesh.events, "the batch to be given up")
+        mesh.bus.lose = lambda subject, payload: False
+        await mesh.submit("b", 20, 2)
+        await until(lambda: "b" in mesh.ends, "the next request's end")
+        assert mesh.tokens["b"] == expected_tokens(prompt("b"), 2, 20, VOCAB)
+
+    run(scenario, lose=lambda _, payload: isinstance(decode(payload), StepResult))
+
+
+def test_a_leader_below_an_epoch_that_was_seen_stands_down() -> None:
+    async def scenario(mesh: OneProcessMesh) -> None:
+        await mesh.bus.publish(Subjects().beat("gateway", "old"), encode(GatewayBeat("old", MAX_EPOCH + 5)))
+        await mesh.submit("a", 3, 1)
+        await until(lambda: "a" in mesh.ends, "noise to be ignored")
+        await mesh.bus.publish(Subjects().beat("gateway", "old"), encode(GatewayBeat("old", 7)))
+        await asyncio.sleep(30)  # the service's fault ends this scenario
+
+    with pytest.raises(BaseExceptionGroup) as caught:
+        run(scenario)
+    assert caught.group_contains(ServiceFault, match="epoch 7")

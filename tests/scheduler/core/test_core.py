@@ -321,6 +321,21 @@ def test_waiting_without_any_worker_ends_in_failure_not_in_silence() -> None:
     assert not box.core.live_requests()
 
 
+def test_what_only_a_lost_worker_could_hold_fails_and_holds_up_nobody() -> None:
+    box = Box(num_blocks=6)  # 24 tokens
+    box.add_worker("big", capacity(num_blocks=40))
+    box.submit(request("huge", prompt_len=20, max_tokens=60, arrival_ns=0))
+    box.core.worker_lost("big", "silent", box.now)
+    del box.queues["big"]
+    box.submit(request("small", prompt_len=4, max_tokens=4, arrival_ns=1))
+    for _ in range(12):
+        box.step()
+    assert ("small", 0) in box.ends
+    events = box.core.tick(box.now + box.limits.no_worker_grace_ns + MS)
+    assert [event.sequence.request_id for event in events if isinstance(event, Failed)] == ["huge"]
+    box.assert_idle()
+
+
 def test_a_restarted_worker_under_the_same_name_loses_the_old_batch() -> None:
     box = Box()
     box.submit(request("a", max_tokens=30))
