@@ -105,7 +105,7 @@ def _requests(notes: _Notes, first_ns: int) -> list[Request]:
         made.append(
             Request(
                 now - first_ns, (), limit, outputs, submit.tenant, submit.priority,
-                max(0, submit.deadline_ns - submit.arrival_ns) if submit.deadline_ns else 0,
+                max(1, submit.deadline_ns - now) if submit.deadline_ns else 0,
                 max(1, min(left)) if len(left) == submit.n else 0, submit.cache_salt, recorded=submit.prompt,
             )
         )  # fmt: skip
