@@ -1,6 +1,7 @@
 # make up      run a whole mesh on this machine: http://127.0.0.1:8000
 # make test    the test suite          make check   lint, format, types
 # make bench   measure this machine    ARGS="..."   is passed on
+# make fuzz    the scheduler's invariants under thousands of random loads (the nightly run)
 #
 # PYTHON: the interpreter to build on (3.11 or newer). TORCH_INDEX: see compose/install-torch.sh.
 
@@ -8,7 +9,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: up test check bench
+.PHONY: up test check bench fuzz
 .DELETE_ON_ERROR:
 
 up: $(VENV)/.installed-all
@@ -21,6 +22,9 @@ check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+fuzz: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest tests/scheduler/core/test_core_properties.py --hypothesis-profile=fuzz --timeout=0 $(ARGS)
 
 bench: $(VENV)/.installed-all
 	@$(BIN)/headrace bench $(ARGS)

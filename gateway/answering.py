@@ -174,7 +174,9 @@ class AnswerApp:
                 429, f"more than {gateway.config.max_concurrent_requests} requests at once", "rate_limit_error",
                 code="too_many_requests", retry_after_s=1.0, outcome=Outcome.QUEUE_FULL.value,
             )  # fmt: skip
-        body = await read_body(scope, receive, gateway.config.max_body_bytes)
+        body = await _timely_body(scope, receive, gateway.config)
+        if gateway.draining:
+            raise unavailable("the gateway is draining", Outcome.DRAINING.value)
         request = self._endpoint.parse(parse_json(body), gateway.config)
         model = gateway.model_info(request.model)
         records = await self._open(request, model, visit)
@@ -315,6 +317,14 @@ class AnswerApp:
             flight.abandon()
             return False
         return True
+
+
+async def _timely_body(scope: Scope, receive: Receive, config: GatewayConfig) -> bytes:
+    try:
+        async with asyncio.timeout(config.body_timeout_s):
+            return await read_body(scope, receive, config.max_body_bytes)
+    except TimeoutError:
+        raise ApiError(408, f"the body did not come within {config.body_timeout_s:g} s", code="body_timeout") from None
 
 
 async def _watch_client(receive: Receive, flight: Flight) -> None:

@@ -19,6 +19,7 @@ class GatewayConfig(MeshConfig):
     metrics_host: str = option("127.0.0.1", "address of the metrics listener")
     metrics_port: int = option(9400, "port of the metrics listener; 0 takes a free one", check=between(0, 65535))
     max_body_bytes: int = option(8 << 20, "largest request body", check=at_least(1024))
+    body_timeout_s: float = option(30.0, "how long a client may take to send a body", check=between(0.1, 3600))
     max_concurrent_requests: int = option(4096, "HTTP requests worked on at once; more get 429", check=at_least(1))
     max_n: int = option(128, "largest n (choices per prompt)", check=between(1, 4096))
     max_prompts: int = option(1024, "most prompts in one request", check=between(1, 65536))

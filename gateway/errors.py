@@ -66,6 +66,7 @@ REFUSALS: dict[Outcome, tuple[int, str, str, float | None]] = {
     Outcome.NO_WORKER: (503, "service_unavailable", "no_worker", 1.0),
     Outcome.UNKNOWN_MODEL: (404, "invalid_request_error", "model_not_found", None),
     Outcome.DRAINING: (503, "service_unavailable", "draining", 1.0),
+    Outcome.DEADLINE: (503, "service_unavailable", "deadline", 1.0),
     Outcome.STALE_EPOCH: (503, "service_unavailable", "stale_epoch", 1.0),
 }
 

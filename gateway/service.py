@@ -16,6 +16,7 @@ from gateway.app import make_app
 from gateway.config import GatewayConfig
 from gateway.dispatch import Dispatch
 from gateway.errors import unavailable
+from gateway.http_protocol import GatewayHttpProtocol
 from gateway.metrics import GatewayMetrics
 from gateway.tokenizer import PromptTokenizer
 from observability.metrics import MetricsListener
@@ -75,7 +76,7 @@ async def run_gateway(gateway: Gateway, listener: socket.socket, stop: asyncio.E
     server = Server(
         uvicorn.Config(
             make_app(gateway),
-            http="httptools",
+            http=GatewayHttpProtocol,
             ws="none",
             lifespan="off",
             log_config=None,

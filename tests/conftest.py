@@ -11,6 +11,7 @@ for folder in (HERE, HERE / "scheduler" / "core", HERE / "mesh"):
 
 from hypothesis import settings  # noqa: E402
 
-# Fixed seeds: a red run on one machine is red on every machine. `make fuzz` style runs choose another profile.
+# Fixed seeds: a red run on one machine is red on every machine. `make fuzz` chooses the other profile.
 settings.register_profile("fixed", derandomize=True, print_blob=True)
+settings.register_profile("fuzz", max_examples=5000, deadline=None, print_blob=True)
 settings.load_profile("fixed")

@@ -134,7 +134,7 @@ def drive(setup: dict[str, object], ops: list[object]) -> Box:
     return box
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=3 * settings().max_examples, deadline=None)
 @given(setups, operations)
 def test_invariants_hold_and_every_token_is_right(setup: dict[str, object], ops: list[object]) -> None:
     box = drive(setup, ops)
@@ -147,7 +147,7 @@ def test_invariants_hold_and_every_token_is_right(setup: dict[str, object], ops:
     box.assert_tokens_right()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=settings().max_examples // 2, deadline=None)
 @given(setups, operations)
 def test_the_same_inputs_give_the_same_plans(setup: dict[str, object], ops: list[object]) -> None:
     first, second = drive(setup, ops), drive(setup, ops)
