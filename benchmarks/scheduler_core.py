@@ -2,8 +2,10 @@
 
     python benchmarks/scheduler_core.py [--steps 400] [--waiting 0]
 
-For 16, 256 and 1024 running sequences: a decode-only iteration, and one in which a sequence ends and another joins
-(churn). Prints p50 and p99 in microseconds; the plan's encoding and the result's decoding are timed apart.
+For 16, 256 and 1024 running sequences: a decode-only iteration; one in which sequences end and others join (churn);
+and one under memory pressure, in which the head of the queue does not fit and the window behind it is searched for
+sequences that may pass it (pressed). Two tenants, two priority classes. Prints p50 and p99 in microseconds; the plan's
+encoding and the result's decoding are timed apart.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from scheduler.core.limits import Limits
 from shared.messages import Capacity, Sampling, StepPlan, StepResult, Submit, decode, encode, pack_tokens
 
 BLOCK_SIZE = 16
+PROMPT = 32
 
 
 def percentile(values: list[float], share: float) -> float:
@@ -26,7 +29,7 @@ def percentile(values: list[float], share: float) -> float:
 class Load:
     """A core with ``running`` sequences, fed so that the batch stays full."""
 
-    def __init__(self, running: int, waiting: int, max_tokens: int) -> None:
+    def __init__(self, running: int, waiting: int, max_tokens: int, pool_share: float) -> None:
         self.core = SchedulerCore(
             Limits(
                 max_num_seqs=running,
@@ -34,7 +37,8 @@ class Load:
                 max_num_queued_reqs=waiting + 2 * running + 1,
             )
         )
-        self.core.worker_up("w", 1, Capacity("m", 1 << 20, BLOCK_SIZE, running * 200, 32000, []), 0)
+        blocks = int(running * (PROMPT + max_tokens) / BLOCK_SIZE * pool_share)
+        self.core.worker_up("w", 1, Capacity("m", 1 << 20, BLOCK_SIZE, blocks, 32000, []), 0)
         self.max_tokens = max_tokens
         self.count = 0
         self.target = running + waiting
@@ -42,12 +46,14 @@ class Load:
         self.top_up()
 
     def top_up(self) -> None:
-        while self.core.num_waiting + self.core.num_running < self.target:
+        while self.core.num_waiting + self.core.num_running + self.core.num_preempted < self.target:
             # Lengths differ, so that in steady state a few sequences end in each iteration rather than all in one.
             tokens = self.max_tokens - (self.count * 7919) % (self.max_tokens // 2)
+            prompt = pack_tokens((self.count * 31 + place) % 32000 for place in range(PROMPT))
             submit = Submit(
-                f"r{self.count}", 1, "g", "m", pack_tokens(range(32)), Sampling(1, tokens, ignore_eos=True), self.count
-            )
+                f"r{self.count}", 1, "g", "m", prompt, Sampling(1, tokens, ignore_eos=True), self.count,
+                tenant=("a", "b")[self.count % 2], priority=self.count % 3 // 2,
+            )  # fmt: skip
             self.core.submit(submit, self.now)
             self.count += 1
 
@@ -62,8 +68,8 @@ class Load:
         return StepResult(plan.epoch, "w", 1, plan.step, [7] * len(in_flight.sampled), ended)
 
 
-def measure(running: int, waiting: int, steps: int, max_tokens: int) -> dict[str, list[float]]:
-    load = Load(running, waiting, max_tokens)
+def measure(running: int, waiting: int, steps: int, max_tokens: int, pool_share: float) -> dict[str, list[float]]:
+    load = Load(running, waiting, max_tokens, pool_share)
     times: dict[str, list[float]] = {"plan": [], "apply": [], "both": [], "encode": [], "decode": []}
     warm_up = 20
     for step in range(steps + warm_up):
@@ -101,8 +107,8 @@ def main() -> None:
     print(f"{'running':>8} {'iteration':<10} {'plan+apply p50':>15} {'p99':>8} {'plan p50':>9} {'apply p50':>10} "
           f"{'encode p50':>11} {'decode p50':>11}")  # fmt: skip
     for running in (16, 256, 1024):
-        for kind, max_tokens in (("decode", 100_000), ("churn", 400)):
-            times = measure(running, args.waiting, args.steps, max_tokens)
+        for kind, max_tokens, pool_share in (("decode", 20_000, 1.1), ("churn", 400, 1.1), ("pressed", 400, 0.6)):
+            times = measure(running, args.waiting, args.steps, max_tokens, pool_share)
             both, plan, apply = times["both"], times["plan"], times["apply"]
             print(
                 f"{running:>8} {kind:<10} {percentile(both, 0.5):>15.0f} {percentile(both, 0.99):>8.0f} "

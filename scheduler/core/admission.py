@@ -30,12 +30,14 @@ Join = Callable[[WorkerState, Sequence, Placement, PlanDraft], None]
 
 class Admission:
     def __init__(
-        self, limits: Limits, counters: Counters, lengths: OutputLengths, fairness: VirtualTokenCounters
-    ) -> None:
+        self, limits: Limits, counters: Counters, lengths: OutputLengths, fairness: VirtualTokenCounters,
+        settle_service: Callable[[], None],
+    ) -> None:  # fmt: skip
         self._limits = limits
         self._counters = counters
         self._lengths = lengths
         self._fairness = fairness
+        self._settle_service = settle_service
 
     def admit(
         self, worker: WorkerState, queue: WaitingQueue, draft: PlanDraft, defer: Defer, join: Join, now: int
@@ -44,6 +46,10 @@ class Admission:
         limits = self._limits
         chosen: list[tuple[Sequence, Placement]] = []
         pass_ = _Pass(self, worker, now)
+        if pass_.free_slots <= 0:
+            return []
+        if self._fairness.contended:
+            self._settle_service()
         looked = 0
         for sequence in queue.order(now):
             if pass_.free_slots <= 0 or looked > limits.backfill_window:

@@ -80,7 +80,7 @@ class SchedulerCore:
         self._ended_waiting = 0  # of those, ended without having been admitted
         self.lengths = OutputLengths(limits.length_quantile)
         self.fairness = VirtualTokenCounters()
-        admission = Admission(limits, self.counters, self.lengths, self.fairness)
+        admission = Admission(limits, self.counters, self.lengths, self.fairness, self._settle_service)
         self._continuous = ContinuousPlanner(limits, self.counters, admission)
         self._held = HeldBatchPlanner(limits, self.counters)
 
@@ -173,6 +173,8 @@ class SchedulerCore:
         self.counters.submitted += 1
         self._created += len(sequences)
         if sequences:
+            if not self.fairness.is_active(submit.tenant):
+                self._settle_service()  # it starts level with the others as they stand now
             self.fairness.arrive(submit.tenant, len(sequences), submit.tenant_weight)
         if deadline:
             self._deadlines.update((id(sequence), sequence) for sequence in sequences)
@@ -347,6 +349,18 @@ class SchedulerCore:
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
+    def _settle_service(self) -> None:
+        """Bring the tenants' counters up to date. Output is charged when somebody looks, not token by token."""
+        for worker in self.workers.values():
+            for sequence in worker.sequences():
+                self._charge(sequence)
+
+    def _charge(self, sequence: Sequence) -> None:
+        generated = sequence.generated
+        if generated > sequence.charged:
+            self.fairness.charge_output(sequence.submit.tenant, generated - sequence.charged)
+            sequence.charged = generated
+
     def _view(self, worker: WorkerState, queue: WaitingQueue, now: int) -> BatchView:
         head = queue.head(now) if self.policy.window_ns else None
         waited = now - head.submitted_ns if head is not None else 0
@@ -374,7 +388,6 @@ class SchedulerCore:
         for sequence in plan.ran:
             sequence.in_flight -= 1
         new_tokens = 0
-        contended = self.fairness.contended
         for (slot, sequence), token in zip(plan.sampled, result.tokens, strict=True):
             sequence.pending -= 1
             if sequence.group is not None:
@@ -389,8 +402,6 @@ class SchedulerCore:
                 continue
             sequence.tokens.append(token)
             new_tokens += 1
-            if contended:
-                self.fairness.charge_output(sequence.submit.tenant, 1)
             computed = len(sequence.tokens) - 1
             if computed % worker.capacity.block_size == 0 and sequence.status is Status.RUNNING:
                 worker.register(sequence, computed)
@@ -584,6 +595,7 @@ class SchedulerCore:
         sequence.become(status)
         sequence.end_reason = reason
         self._deadlines.pop(id(sequence), None)
+        self._charge(sequence)
         self.fairness.leave(sequence.submit.tenant)
         request = self._requests[sequence.request_id]
         request.live -= 1

@@ -40,6 +40,9 @@ class VirtualTokenCounters:
                     del self._counters[other]
                     del self._weights[other]
 
+    def is_active(self, tenant: str) -> bool:
+        return tenant in self._active
+
     @property
     def contended(self) -> bool:
         """True if more than one tenant is active: else counters need not be kept (an arrival starts level)."""

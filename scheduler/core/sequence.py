@@ -62,6 +62,7 @@ class Sequence:
     shares_tail: bool = False  # its last page may be shared with a fork: copy it before the next write
     blocked_since: int = 0  # when it first failed to fit as the head of the queue
     bypasses: int = 0  # sequences admitted past it since
+    charged: int = 0  # generated tokens that its tenant was charged for
     deadline: int = 0  # ns on the core's clock; 0: none
     host: list[int] = field(default_factory=list)  # places in host memory that hold its blocks while preempted
     swapped: int = 0  # tokens whose KV they hold
