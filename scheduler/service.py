@@ -22,6 +22,7 @@ from shared.messages import (
     AnyMessage,
     BadMessage,
     Cancel,
+    Capacity,
     GatewayBeat,
     Need,
     Outcome,
@@ -74,6 +75,7 @@ class SchedulerService:
         self._gateways: dict[str, float] = {}
         # Per gateway: requests that it waits for and nobody here knows -> since when (monotonic ns).
         self._unknown: dict[str, dict[tuple[str, int], int]] = {}
+        self._refused_workers: dict[str, int] = {}  # worker -> incarnation whose refusal was logged
         self._next_steps: dict[str, tuple[int, int]] = {}  # lost worker -> (incarnation, first step it has not seen)
         self._seen_epoch = 0
         self._leader_seen = -1e9  # monotonic s of the last beat of another leader
@@ -257,6 +259,12 @@ class SchedulerService:
 
     def _greet(self, beat: WorkerBeat) -> None:
         assert beat.capacity is not None
+        clash = self._clash(beat.capacity)
+        if clash:
+            if self._refused_workers.get(beat.worker) != beat.incarnation:
+                self._refused_workers[beat.worker] = beat.incarnation
+                log.error("worker %s is refused: %s", beat.worker, clash)
+            return
         first_step = 1
         now = time.monotonic_ns()
         known = self._next_steps.get(beat.worker)
@@ -271,6 +279,18 @@ class SchedulerService:
         log.info("worker %s is ready: %s, %d blocks", beat.worker, beat.capacity.model, beat.capacity.num_blocks)
         self._beat()
         self._plans.pump(beat.worker)
+
+    def _clash(self, capacity: Capacity) -> str:
+        """Why a worker cannot serve beside those of its model, or nothing: answers must not depend on the worker."""
+        for other in self._core.workers.values():
+            known = other.capacity
+            if known.model != capacity.model:
+                continue
+            if (known.device == "simulated") != (capacity.device == "simulated"):
+                return f"{capacity.model} is served by {known.device} workers; a simulated one gives random tokens"
+            if (known.vocab_size, sorted(known.eos_token_ids)) != (capacity.vocab_size, sorted(capacity.eos_token_ids)):
+                return f"{capacity.model} is served by workers with another vocabulary or other end tokens"
+        return ""
 
     def _on_roll_call(self, payload: bytes, _: str) -> None:
         if isinstance(self._decode(payload), RollCall):

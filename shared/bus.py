@@ -83,7 +83,7 @@ class NatsBus:
                 if holder:
                     holder[0].slow_consumer_drops += 1
                 log.error("slow consumer: a message was dropped (%s)", error)
-            else:
+            elif holder:  # before, every attempt to connect would say so; the last one does
                 log.warning("nats: %s", error or type(error).__name__)
 
         async def on_disconnect() -> None:
@@ -97,6 +97,9 @@ class NatsBus:
                 if holder[0].on_reconnect is not None:
                     holder[0].on_reconnect()
 
+        for part in url.split(","):
+            if not part.strip().startswith(("nats://", "tls://", "ws://", "wss://")):
+                raise BusUnavailable(f"{_without_secrets(part)!r} is no NATS address; write e.g. nats://127.0.0.1:4222")
         try:
             async with asyncio.timeout(timeout_s):
                 await client.connect(
@@ -114,7 +117,8 @@ class NatsBus:
                     pending_size=0,
                 )
         except (TimeoutError, OSError, nats.errors.Error) as error:
-            raise BusUnavailable(f"no NATS at {_without_secrets(url)}: {error or type(error).__name__}") from None
+            why = str(error) or f"no answer within {timeout_s:g} s"
+            raise BusUnavailable(f"no NATS at {_without_secrets(url)} ({why}); is a server running there?") from None
         bus = cls(client)
         holder.append(bus)
         return bus

@@ -163,7 +163,8 @@ class Parser(argparse.ArgumentParser):
     """argparse in this project's manner: a bad command line is one line on stderr and exit 2."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}\n")
+        hint = f"; see {self.prog} --help" if message.startswith("unrecognized") else ""
+        self.exit(2, f"{self.prog}: {message}{hint}\n")
 
 
 def add_flags(parser: argparse.ArgumentParser, declaration: type, skip: Iterable[str] = ()) -> None:
@@ -171,7 +172,7 @@ def add_flags(parser: argparse.ArgumentParser, declaration: type, skip: Iterable
     for opt in options_of(declaration):
         if opt.name in set(skip):
             continue
-        text = opt.help.replace("%", "%%") + ("" if opt.default is None else f" (default: {opt.default})")
+        text = opt.help.replace("%", "%%") + ("" if opt.default in (None, "") else f" (default: {opt.default})")
         if opt.base_type is bool:
             parser.add_argument(opt.flag, dest=opt.name, action=argparse.BooleanOptionalAction, default=None, help=text)
         else:

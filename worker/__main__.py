@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import sys
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -46,6 +48,33 @@ def load_runner(config: WorkerConfig) -> Runner:
     return load_torch_runner(config)
 
 
+def _load_in_background(config: WorkerConfig) -> asyncio.Future[Runner]:
+    """Load on a daemon thread: one that is told to stop meanwhile need not load to the end first."""
+    loop = asyncio.get_running_loop()
+    loaded: asyncio.Future[Runner] = loop.create_future()
+
+    def settle(runner: Runner | None, error: BaseException | None) -> None:
+        if loaded.done():
+            return
+        if runner is not None:
+            loaded.set_result(runner)
+        elif error is not None:
+            loaded.set_exception(error)
+            loaded.exception()  # seen: if the worker is stopping, nobody asks for it
+
+    def load() -> None:
+        runner, error = None, None
+        try:
+            runner = load_runner(config)
+        except Exception as caught:  # noqa: BLE001  handed over to the event loop, where it ends the service
+            error = caught
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the worker has stopped
+            loop.call_soon_threadsafe(settle, runner, error)
+
+    threading.Thread(target=load, name="load-model", daemon=True).start()
+    return loaded
+
+
 async def serve(config: WorkerConfig, stop: asyncio.Event) -> None:
     name = config.worker_id or new_process_id("worker")
     registry = CollectorRegistry()
@@ -65,7 +94,7 @@ async def serve(config: WorkerConfig, stop: asyncio.Event) -> None:
     await service.listen()
     async with asyncio.TaskGroup() as group:
         serving = group.create_task(service.run(stop))
-        loading = asyncio.get_running_loop().run_in_executor(None, load_runner, config)
+        loading = _load_in_background(config)
         stopped = group.create_task(stop.wait())
         waiting: list[asyncio.Future[Any]] = [loading, stopped]
         await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)

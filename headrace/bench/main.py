@@ -74,7 +74,10 @@ async def _measure(
 
 
 def _progress(variant: str, done: int, count: int) -> None:
-    if sys.stderr.isatty():
+    if not sys.stderr.isatty():
+        if done % max(1, count // 4) == 0:
+            print(f"headrace: {variant}: {done} of {count} requests", file=sys.stderr, flush=True)
+    else:
         end = "\n" if done == count else ""
         print(f"\r{variant}: {done}/{count} requests", end=end, file=sys.stderr, flush=True)
 

@@ -92,7 +92,8 @@ def test_32_greedy_requests_under_memory_pressure_match_transformers() -> None:
             await client.close()
 
     with stack() as mesh:
-        mesh.start("scheduler", "--max-num-seqs", "8", "--max-num-batched-tokens", "128")
+        foresight = ("--no-growth-aware-admission", "--no-enable-prefix-caching")  # so that much is preempted
+        mesh.start("scheduler", "--max-num-seqs", "8", "--max-num-batched-tokens", "128", *foresight)
         mesh.start("worker", "--model", str(folder), "--dtype", "float32", "--kv-cache-memory", "16MiB")
         preemptions, got = asyncio.run(body())
     assert preemptions > 0, "the pool is too large for the test"

@@ -71,7 +71,7 @@ def test_preemptions_change_nothing_and_copy_nothing() -> None:
 def test_a_cancel_frees_the_memory_and_stops_the_steps() -> None:
     async def scenario(_: Stack, client: BusClient) -> None:
         for i in range(5):
-            await client.submit(f"r{i}", [1, 2, 3], 30_000)
+            await client.submit(f"r{i}", [1, 2, 3], 10_000)
         await until(lambda: len(client.tokens) == 5, "first tokens of all")
         for i in range(5):
             await client.cancel(f"r{i}")
@@ -183,5 +183,19 @@ def test_sigterm_lets_a_worker_finish_its_sequences() -> None:
         assert code == 0
         await client.ended("r")
         assert client.tokens["r", 0] == expected_tokens([1, 2, 3], 1, 400, VOCAB)
+
+    run(scenario)
+
+
+def test_a_worker_whose_answers_would_differ_is_kept_apart() -> None:
+    async def scenario(mesh: Stack, client: BusClient) -> None:
+        other = mesh.start("worker", "--worker-id", "odd", *SIMULATED, "--simulate-vocab-size", "1000")
+        await until(lambda: "is refused" in mesh.processes[0].output(), "the refusal to be logged")
+        for index in range(6):
+            await client.submit(f"r{index}", [4, 5], 7, seed=index)
+        await client.ended(*(f"r{index}" for index in range(6)))
+        assert client.beat is not None and client.beat.models[0].workers == 1
+        assert {m.worker for m in client.seen if isinstance(m, StepPlan)} == {"w0"}
+        assert other.popen.poll() is None
 
     run(scenario)
