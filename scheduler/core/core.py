@@ -7,22 +7,21 @@ the time in, and carry out what comes back. The same inputs at the same times gi
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from scheduler.core.admissible import judge
 from scheduler.core.admission import Admission
 from scheduler.core.beams import BeamSearch
 from scheduler.core.blocks import BlockPool
-from scheduler.core.events import Applied, CoreEvent, Counters, Ended, Failed, Found
-from scheduler.core.fairness import VirtualTokenCounters
+from scheduler.core.events import Applied, CoreEvent, Ended, Failed
 from scheduler.core.held_planner import HeldBatchPlanner
-from scheduler.core.lengths import OutputLengths
 from scheduler.core.limits import Limits
 from scheduler.core.planner import ContinuousPlanner
+from scheduler.core.searching import SearchingState
 from scheduler.core.sequence import BeamGroup, Sequence, Status, pages_for
+from scheduler.core.state import ModelState, RequestState
 from scheduler.core.waiting import WaitingQueue
 from scheduler.core.worker_state import PlanInFlight, WorkerState
-from scheduler.policies.batching import BATCHING_POLICIES, BatchView
+from scheduler.policies.batching import BatchView
 from shared.messages import (
     Capacity,
     EndReason,
@@ -48,43 +47,14 @@ class BadResult(ValueError):
     """A result that does not fit its plan: the worker's batch cannot be trusted, and the driver declares it lost."""
 
 
-@dataclass(slots=True)
-class _Request:
-    attempt: int
-    sequences: list[Sequence]
-    live: int
-    ended_ns: int = 0
-    searches: bool = False  # its sequences are the beams of one search
-
-
-@dataclass(slots=True)
-class _Model:
-    queue: WaitingQueue
-    worker_lost_ns: int = 0  # when it last lost a worker; 0: since then everything that waits was seen to fit another
-
-
-class SchedulerCore:
-    """``policy`` names a batching policy (scheduler.policies.batching)."""
+class SchedulerCore(SearchingState):
+    """The entry points, and what they decide. ``policy`` names a batching policy (scheduler.policies.batching)."""
 
     def __init__(self, limits: Limits, policy: str = "continuous", epoch: int = 1) -> None:
-        self.limits = limits
-        self.policy = BATCHING_POLICIES[policy]
-        self.epoch = epoch
-        self.counters = Counters()
-        self.workers: dict[str, WorkerState] = {}
-        self._models: dict[str, _Model] = {}
-        self._requests: dict[str, _Request] = {}
-        self._tombstones: dict[tuple[str, int], int] = {}  # (request, attempt) cancelled before its submit -> when
-        self._created = 0  # sequences
-        self._deadlines: dict[int, Sequence] = {}  # live sequences with a deadline, in order of submit
-        self._ended_waiting = 0  # of those, ended without having been admitted
-        self.lengths = OutputLengths(limits.length_quantile)
-        self.fairness = VirtualTokenCounters()
+        super().__init__(limits, policy, epoch)
         admission = Admission(limits, self.counters, self.lengths, self.fairness, self._settle_service)
         self._continuous = ContinuousPlanner(limits, self.counters, admission)
         self._held = HeldBatchPlanner(limits, self.counters)
-
-    # --- workers ----------------------------------------------------------------------------------------------------
 
     def worker_up(
         self, name: str, incarnation: int, capacity: Capacity, now: int, first_step: int = 1
@@ -100,7 +70,7 @@ class SchedulerCore:
             name, incarnation, capacity, BlockPool(capacity.num_blocks), next_step=first_step, prefix_caching=caching
         )
         if capacity.model not in self._models:
-            self._models[capacity.model] = _Model(WaitingQueue(self.fairness, self.limits.priority_aging_ns))
+            self._models[capacity.model] = ModelState(WaitingQueue(self.fairness, self.limits.priority_aging_ns))
         return events
 
     def worker_lost(self, name: str, reason: str, now: int) -> list[CoreEvent]:
@@ -126,8 +96,6 @@ class SchedulerCore:
         """Admit nothing more to the worker; what runs there goes on."""
         if name in self.workers:
             self.workers[name].draining = True
-
-    # --- requests ---------------------------------------------------------------------------------------------------
 
     def submit(self, submit: Submit, now: int) -> SubmitReply:
         """Queue every choice of a request, or none. Idempotent on (request_id, attempt).
@@ -164,7 +132,7 @@ class SchedulerCore:
             resumed = unpack_tokens(submit.resumed[choice]) if choice < len(submit.resumed) else []
             seniority = (submit.priority, submit.arrival_ns, submit.request_id, choice)
             sequences.append(Sequence(submit, choice, tokens + resumed, len(tokens), seniority, now, deadline=deadline))
-        request = self._requests[submit.request_id] = _Request(submit.attempt, sequences, len(sequences))
+        request = self._requests[submit.request_id] = RequestState(submit.attempt, sequences, len(sequences))
         if submit.sampling.beam_width:
             assert capacities is not None
             eos = capacities[0].eos_token_ids
@@ -219,13 +187,6 @@ class SchedulerCore:
             and request.sequences[0].submitted_ns < before_ns
         ]
         return [event for request_id, attempt in orphans for event in self.cancel(request_id, attempt, -1, now)]
-
-    def knows(self, request_id: str, attempt: int) -> bool:
-        """True if the request is live here in this attempt: somebody is going to end it."""
-        request = self._requests.get(request_id)
-        return request is not None and request.attempt == attempt and request.live > 0
-
-    # --- iterations -------------------------------------------------------------------------------------------------
 
     def plan(self, worker_name: str, now: int) -> tuple[StepPlan | None, list[CoreEvent]]:
         """The next plan for a worker, or None: nothing to run, or ``run_ahead`` plans are in flight."""
@@ -305,62 +266,6 @@ class SchedulerCore:
             return None
         return max(now, head.submitted_ns + self.policy.window_ns)
 
-    # --- figures and checks -----------------------------------------------------------------------------------------
-
-    @property
-    def num_waiting(self) -> int:
-        """Waiting sequences, with the choices that will fork from one that waits or is being prefilled."""
-        return self._created - self.counters.admitted - self._ended_waiting
-
-    @property
-    def num_running(self) -> int:
-        return sum(len(worker.running) for worker in self.workers.values())
-
-    @property
-    def num_preempted(self) -> int:
-        return sum(len(worker.preempted) for worker in self.workers.values())
-
-    def live_requests(self) -> list[str]:
-        return [request_id for request_id, request in self._requests.items() if request.live]
-
-    def check(self) -> None:
-        """Raise AssertionError unless the invariants hold (DESIGN 9: blocks, limits, each sequence in one place)."""
-        for worker in self.workers.values():
-            holders = list(worker.sequences())
-            worker.pool.check(worker.tables())
-            assert len(worker.running) + len(worker.held) <= self.limits.max_num_seqs
-            assert len(worker.in_flight) <= self.limits.run_ahead
-            hosted = [place for sequence in holders for place in sequence.host]
-            assert sorted(hosted + worker.free_host) == list(range(worker.capacity.host_blocks))
-            slots = [sequence.slot for sequence in holders if sequence.slot >= 0]
-            assert len(set(slots)) == len(slots), "two sequences in one slot"
-            for sequence in worker.running:
-                assert sequence.status is Status.RUNNING and sequence.slot >= 0
-                assert sequence.scheduled <= len(sequence.pages) * worker.capacity.block_size
-            for sequence in worker.preempted:
-                assert sequence.status in (Status.SETTLING, Status.PREEMPTED) and not sequence.pages
-        waiting = 0
-        for request in self._requests.values():
-            waiting += sum(s.status is Status.WAITING for s in request.sequences)
-            assert request.live == sum(s.status not in (Status.ENDED, Status.HELD) for s in request.sequences)
-        for model in self._models.values():
-            assert all(sequence.status is Status.WAITING for sequence in model.queue)
-        assert waiting == self.num_waiting
-
-    # --- inside -----------------------------------------------------------------------------------------------------
-
-    def _settle_service(self) -> None:
-        """Bring the tenants' counters up to date. Output is charged when somebody looks, not token by token."""
-        for worker in self.workers.values():
-            for sequence in worker.sequences():
-                self._charge(sequence)
-
-    def _charge(self, sequence: Sequence) -> None:
-        generated = sequence.generated
-        if generated > sequence.charged:
-            self.fairness.charge_output(sequence.submit.tenant, generated - sequence.charged)
-            sequence.charged = generated
-
     def _view(self, worker: WorkerState, queue: WaitingQueue, now: int) -> BatchView:
         head = queue.head(now) if self.policy.window_ns else None
         waited = now - head.submitted_ns if head is not None else 0
@@ -420,102 +325,6 @@ class SchedulerCore:
             self._release_held(worker)
         return new_tokens
 
-    def _search(self, worker: WorkerState, group: BeamGroup, now: int, events: list[CoreEvent]) -> None:
-        """Every beam's continuations are in: fork, feed and drop beams. Reordering is bookkeeping: pages are shared."""
-        beams = group.members
-        generated = [beam.tokens[beam.prompt_len :] for beam in beams]
-        going_on = group.search.advance(generated, [group.ready[beam.choice] for beam in beams])
-        group.ready = {}
-        request = self._requests[beams[0].request_id]
-        taken: set[int] = set()
-        members: list[Sequence] = []
-        fed: list[tuple[Sequence, int]] = []
-        for one in going_on:
-            parent = beams[one.parent]
-            if one.parent in taken:
-                member = self._fork_beam(worker, group, parent, now)
-                request.sequences.append(member)
-            else:
-                taken.add(one.parent)
-                member = parent
-            members.append(member)
-            fed.append((member, one.token))
-        for member, token in fed:  # after every fork: a fork has its parent's tokens without the new one
-            member.tokens.append(token)
-            if member.status is Status.RUNNING and member not in worker.forks:
-                worker.feeds.append((member, token))
-        for index, beam in enumerate(beams):
-            if index not in taken:
-                self._leave(beam)
-                self._end(beam, EndReason.STOP.value, now)
-        request.sequences = [sequence for sequence in request.sequences if sequence.status is not Status.ENDED] or beams
-        if group.search.done:
-            submit = beams[0].submit
-            self.counters.finished += 1
-            self.lengths.observe(len(group.search.hypotheses[0].tokens))
-            events.append(Found(submit, group.search.hypotheses[: submit.n], now))
-            events.append(Ended(beams[0], group.search.hypotheses[0].end, now))
-        else:
-            group.members = members
-
-    def _fork_beam(self, worker: WorkerState, group: BeamGroup, parent: Sequence, now: int) -> Sequence:
-        choice, group.next_choice = group.next_choice, group.next_choice + 1
-        submit = parent.submit
-        child = Sequence(
-            submit, choice, list(parent.tokens), parent.prompt_len, (*parent.seniority[:3], choice),
-            parent.submitted_ns, worker=worker.name, admitted_ns=now, first_token_ns=now,
-            deadline=parent.deadline, group=group,
-        )  # fmt: skip
-        self._created += 1
-        self.counters.admitted += 1
-        self.counters.forks += 1
-        self._requests[submit.request_id].live += 1
-        self.fairness.arrive(submit.tenant, 1, submit.tenant_weight)
-        if child.deadline:
-            self._deadlines[id(child)] = child
-        child.chain, child.chain_root = list(parent.chain), parent.chain_root
-        if parent.status is Status.RUNNING:
-            worker.pool.share(parent.pages)
-            child.pages = list(parent.pages)
-            child.scheduled, child.registered = parent.scheduled, parent.registered
-            child.shares_tail = parent.shares_tail = True
-            child.become(Status.RUNNING)
-            child.slot = worker.take_slot()
-            worker.running.add(child)
-            worker.forks.append(child)
-        else:
-            child.become(Status.PREEMPTED)
-            worker.add_preempted(child)
-        return child
-
-    def _finish(self, worker: WorkerState, sequence: Sequence, reason: str, now: int) -> None:
-        """A sequence ended at its worker: its pages are free at once (a held batch keeps them)."""
-        self.counters.finished += 1
-        self.lengths.observe(sequence.generated)
-        if self.policy.holds_batch and sequence.status is Status.RUNNING:
-            worker.running.remove(sequence)
-            worker.held.append(sequence)
-            self._end(sequence, reason, now, Status.HELD)
-            return
-        if sequence.status is Status.RUNNING:
-            worker.running.remove(sequence)
-            worker.pool.release(sequence.pages)
-            worker.free_slot(sequence.slot)
-        else:
-            worker.preempted.remove(sequence)
-            worker.release_host(sequence)
-        sequence.pages = []
-        self._end(sequence, reason, now)
-
-    def _release_held(self, worker: WorkerState) -> None:
-        for sequence in worker.held:
-            worker.pool.release(sequence.pages)
-            worker.free_slot(sequence.slot)
-            sequence.pages = []
-            sequence.become(Status.ENDED)
-        worker.held.clear()
-        worker.static_columns = None
-
     def _drop_late(self, now: int) -> list[CoreEvent]:
         """End what can't make its deadline any more, at once instead of late."""
         events: list[CoreEvent] = []
@@ -556,48 +365,3 @@ class SchedulerCore:
             sequences = sequences[:1]
         for sequence in sequences:
             queue.push(sequence)
-
-    def _leave(self, sequence: Sequence) -> None:
-        """Take a live sequence out of wherever it is; a slot it has is dropped by the next plan."""
-        for holder in self.workers.values():
-            if holder.pinned_for is sequence:
-                holder.unpin()
-        queue = self._models[sequence.submit.model].queue
-        if sequence.children:  # it has not forked yet: the next choice takes its place
-            heir, *rest = sequence.children
-            heir.children, sequence.children = rest, []
-            queue.push(heir)
-        if sequence.status is Status.WAITING:
-            for other in self._requests[sequence.request_id].sequences:
-                if sequence in other.children:
-                    other.children.remove(sequence)
-                    return
-            queue.remove(sequence)
-            return
-        worker = self.workers[sequence.worker]
-        if sequence.status is Status.RUNNING:
-            worker.running.remove(sequence)
-            worker.pool.release(sequence.pages)
-            if sequence in worker.forks:
-                worker.forks.remove(sequence)  # the worker has not heard of it
-            else:
-                worker.drops.append(sequence.slot)
-            worker.free_slot(sequence.slot)
-            sequence.pages = []
-            if self.policy.holds_batch and not worker.running:
-                self._release_held(worker)
-        else:
-            worker.preempted.remove(sequence)
-            worker.release_host(sequence)
-
-    def _end(self, sequence: Sequence, reason: str, now: int, status: Status = Status.ENDED) -> None:
-        self._ended_waiting += sequence.status is Status.WAITING
-        sequence.become(status)
-        sequence.end_reason = reason
-        self._deadlines.pop(id(sequence), None)
-        self._charge(sequence)
-        self.fairness.leave(sequence.submit.tenant)
-        request = self._requests[sequence.request_id]
-        request.live -= 1
-        if request.live == 0:
-            request.ended_ns = now

@@ -1,0 +1,178 @@
+"""What the core knows: workers, queues, requests, and the changes that keep them consistent. Decides nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from scheduler.core.events import Counters
+from scheduler.core.fairness import VirtualTokenCounters
+from scheduler.core.lengths import OutputLengths
+from scheduler.core.limits import Limits
+from scheduler.core.sequence import Sequence, Status
+from scheduler.core.waiting import WaitingQueue
+from scheduler.core.worker_state import WorkerState
+from scheduler.policies.batching import BATCHING_POLICIES
+
+
+@dataclass(slots=True)
+class RequestState:
+    attempt: int
+    sequences: list[Sequence]
+    live: int
+    ended_ns: int = 0
+    searches: bool = False  # its sequences are the beams of one search
+
+
+@dataclass(slots=True)
+class ModelState:
+    queue: WaitingQueue
+    worker_lost_ns: int = 0  # when it last lost a worker; 0: since then everything that waits was seen to fit another
+
+
+class CoreState:
+    """``policy`` names a batching policy (scheduler.policies.batching)."""
+
+    def __init__(self, limits: Limits, policy: str = "continuous", epoch: int = 1) -> None:
+        self.limits = limits
+        self.policy = BATCHING_POLICIES[policy]
+        self.epoch = epoch
+        self.counters = Counters()
+        self.workers: dict[str, WorkerState] = {}
+        self._models: dict[str, ModelState] = {}
+        self._requests: dict[str, RequestState] = {}
+        self._tombstones: dict[tuple[str, int], int] = {}  # (request, attempt) cancelled before its submit -> when
+        self._created = 0  # sequences
+        self._deadlines: dict[int, Sequence] = {}  # live sequences with a deadline, in order of submit
+        self._ended_waiting = 0  # of those, ended without having been admitted
+        self.lengths = OutputLengths(limits.length_quantile)
+        self.fairness = VirtualTokenCounters()
+
+    @property
+    def num_waiting(self) -> int:
+        """Waiting sequences, with the choices that will fork from one that waits or is being prefilled."""
+        return self._created - self.counters.admitted - self._ended_waiting
+
+    @property
+    def num_running(self) -> int:
+        return sum(len(worker.running) for worker in self.workers.values())
+
+    @property
+    def num_preempted(self) -> int:
+        return sum(len(worker.preempted) for worker in self.workers.values())
+
+    def live_requests(self) -> list[str]:
+        return [request_id for request_id, request in self._requests.items() if request.live]
+
+    def knows(self, request_id: str, attempt: int) -> bool:
+        """True if the request is live here in this attempt: somebody is going to end it."""
+        request = self._requests.get(request_id)
+        return request is not None and request.attempt == attempt and request.live > 0
+
+    def check(self) -> None:
+        """Raise AssertionError unless the invariants hold (DESIGN 9: blocks, limits, each sequence in one place)."""
+        for worker in self.workers.values():
+            holders = list(worker.sequences())
+            worker.pool.check(worker.tables())
+            assert len(worker.running) + len(worker.held) <= self.limits.max_num_seqs
+            assert len(worker.in_flight) <= self.limits.run_ahead
+            hosted = [place for sequence in holders for place in sequence.host]
+            assert sorted(hosted + worker.free_host) == list(range(worker.capacity.host_blocks))
+            slots = [sequence.slot for sequence in holders if sequence.slot >= 0]
+            assert len(set(slots)) == len(slots), "two sequences in one slot"
+            for sequence in worker.running:
+                assert sequence.status is Status.RUNNING and sequence.slot >= 0
+                assert sequence.scheduled <= len(sequence.pages) * worker.capacity.block_size
+            for sequence in worker.preempted:
+                assert sequence.status in (Status.SETTLING, Status.PREEMPTED) and not sequence.pages
+        waiting = 0
+        for request in self._requests.values():
+            waiting += sum(s.status is Status.WAITING for s in request.sequences)
+            assert request.live == sum(s.status not in (Status.ENDED, Status.HELD) for s in request.sequences)
+        for model in self._models.values():
+            assert all(sequence.status is Status.WAITING for sequence in model.queue)
+        assert waiting == self.num_waiting
+
+    def _settle_service(self) -> None:
+        """Bring the tenants' counters up to date. Output is charged when somebody looks, not token by token."""
+        for worker in self.workers.values():
+            for sequence in worker.sequences():
+                self._charge(sequence)
+
+    def _charge(self, sequence: Sequence) -> None:
+        generated = sequence.generated
+        if generated > sequence.charged:
+            self.fairness.charge_output(sequence.submit.tenant, generated - sequence.charged)
+            sequence.charged = generated
+
+    def _finish(self, worker: WorkerState, sequence: Sequence, reason: str, now: int) -> None:
+        """A sequence ended at its worker: its pages are free at once (a held batch keeps them)."""
+        self.counters.finished += 1
+        self.lengths.observe(sequence.generated)
+        if self.policy.holds_batch and sequence.status is Status.RUNNING:
+            worker.running.remove(sequence)
+            worker.held.append(sequence)
+            self._end(sequence, reason, now, Status.HELD)
+            return
+        if sequence.status is Status.RUNNING:
+            worker.running.remove(sequence)
+            worker.pool.release(sequence.pages)
+            worker.free_slot(sequence.slot)
+        else:
+            worker.preempted.remove(sequence)
+            worker.release_host(sequence)
+        sequence.pages = []
+        self._end(sequence, reason, now)
+
+    def _release_held(self, worker: WorkerState) -> None:
+        for sequence in worker.held:
+            worker.pool.release(sequence.pages)
+            worker.free_slot(sequence.slot)
+            sequence.pages = []
+            sequence.become(Status.ENDED)
+        worker.held.clear()
+        worker.static_columns = None
+
+    def _leave(self, sequence: Sequence) -> None:
+        """Take a live sequence out of wherever it is; a slot it has is dropped by the next plan."""
+        for holder in self.workers.values():
+            if holder.pinned_for is sequence:
+                holder.unpin()
+        queue = self._models[sequence.submit.model].queue
+        if sequence.children:  # it has not forked yet: the next choice takes its place
+            heir, *rest = sequence.children
+            heir.children, sequence.children = rest, []
+            queue.push(heir)
+        if sequence.status is Status.WAITING:
+            for other in self._requests[sequence.request_id].sequences:
+                if sequence in other.children:
+                    other.children.remove(sequence)
+                    return
+            queue.remove(sequence)
+            return
+        worker = self.workers[sequence.worker]
+        if sequence.status is Status.RUNNING:
+            worker.running.remove(sequence)
+            worker.pool.release(sequence.pages)
+            if sequence in worker.forks:
+                worker.forks.remove(sequence)  # the worker has not heard of it
+            else:
+                worker.drops.append(sequence.slot)
+            worker.free_slot(sequence.slot)
+            sequence.pages = []
+            if self.policy.holds_batch and not worker.running:
+                self._release_held(worker)
+        else:
+            worker.preempted.remove(sequence)
+            worker.release_host(sequence)
+
+    def _end(self, sequence: Sequence, reason: str, now: int, status: Status = Status.ENDED) -> None:
+        self._ended_waiting += sequence.status is Status.WAITING
+        sequence.become(status)
+        sequence.end_reason = reason
+        self._deadlines.pop(id(sequence), None)
+        self._charge(sequence)
+        self.fairness.leave(sequence.submit.tenant)
+        request = self._requests[sequence.request_id]
+        request.live -= 1
+        if request.live == 0:
+            request.ended_ns = now
