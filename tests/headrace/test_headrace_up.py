@@ -33,7 +33,7 @@ class Up:
         environ = {name: value for name, value in os.environ.items() if not name.startswith("HEADRACE_")}
         with self.output.open("w") as output, self.errors.open("w") as errors:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "headrace", "up", *(() if "--metrics-port" in argv else ("--metrics-port", "0")), *argv],
+                [sys.executable, "-m", "headrace", "up", "--metrics-port", "0", *argv],  # the last one given counts
                 cwd=folder, env=environ | {"TMPDIR": str(folder)}, stdout=output, stderr=errors,
                 stdin=subprocess.DEVNULL, start_new_session=True,
             )  # fmt: skip
