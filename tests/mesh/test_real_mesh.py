@@ -112,3 +112,34 @@ def test_32_greedy_requests_under_memory_pressure_match_transformers() -> None:
         assert gap < NEAR_TIE, f"differs at {first} where the reference's top two logits are {gap:.5f} apart"
         near_ties += 1
     print(f"\n32 requests, {preemptions} preemptions, {sum(map(len, got))} tokens, {near_ties} near-tie differences")
+
+
+def test_a_third_of_the_memory_gives_the_same_tokens_greedy_and_seeded() -> None:
+    folder = ensure_default_model(lambda _: None)
+    requests = [Asked(one.prompt, 30) for one in asked(AutoTokenizer.from_pretrained(folder))[:12]]
+    blocks = sum(-(-(len(one.prompt) + one.max_tokens) // 16) for one in requests)  # what the load wants at once
+
+    def run(memory_blocks: int) -> tuple[int, dict[tuple[str, int], list[int]]]:
+        async def body() -> tuple[int, dict[tuple[str, int], list[int]]]:
+            client = await BusClient.connect(mesh.nats)
+            try:
+                await client.spy()
+                await client.ready()
+                for i, one in enumerate(requests):
+                    await client.submit(f"r{i}", one.prompt, one.max_tokens, temperature=float(i % 2), seed=i)
+                await until(lambda: len(client.ends) == len(requests), "every request's end", 240)
+                starts = sum(len(message.starts) for message in client.seen if isinstance(message, StepPlan))
+                return starts, client.tokens
+            finally:
+                await client.close()
+
+        with stack() as mesh:
+            mesh.start("scheduler", "--max-num-seqs", "12", "--no-growth-aware-admission")
+            memory = str((memory_blocks + 2) * 2 * 30 * 3 * 64 * 4 * 16)  # key and value, layers, heads, size, float32
+            mesh.start("worker", "--model", str(folder), "--dtype", "float32", "--kv-cache-memory", memory)
+            return asyncio.run(body())
+
+    ample_starts, ample = run(2 * blocks)
+    tight_starts, tight = run(blocks // 3)
+    assert ample_starts == len(requests) < tight_starts, "nothing was preempted in the tight pool"
+    assert tight == ample
