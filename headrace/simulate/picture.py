@@ -34,7 +34,7 @@ def save(figure: matplotlib.figure.Figure, path: Path) -> None:
     plt.close(figure)
 
 
-def _thinned(samples: list[Sample], most: int = 256) -> list[Sample]:
+def _thinned(samples: list[Sample], most: int = 128) -> list[Sample]:
     return samples[:: max(1, len(samples) // most)]
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from headrace.simulate.report import Figures
 from headrace.simulate.scenario import Run, Scenario, run
-from headrace.simulate.workload import Request
+from headrace.simulate.workload import Lengths, Request, stream
 
 
 class Holds(StrEnum):
@@ -60,6 +60,14 @@ class Bench:
         self.say(name)
         return run(scenario, requests, name, concurrency=concurrency, until_s=until_s, drain=not concurrency)
 
+    def sustained(self, scenario: Scenario, lengths: Lengths, rate: float, longest: int) -> Run | None:
+        """A minute and a half of Poisson arrivals; None if they are not all served in as long again."""
+        seconds = self.seconds(90, 45)
+        requests = stream(lengths, max(30, int(rate * seconds)), 12, rate, longest=longest)
+        until_s = requests[-1].at_ns / 1e9 + seconds
+        one = self.run(scenario, requests, f"{lengths.name} at {rate:.2f}/s", until_s=until_s)
+        return one if one.figures.served >= 0.98 * len(requests) else None
+
     def seconds(self, seconds: float, least: float = 30) -> float:
         """Virtual seconds of arrivals in an open loop."""
         return max(least, seconds * self.scale)
@@ -85,7 +93,10 @@ def cells(figures: Figures, columns: Sequence[tuple[str, str]]) -> list[str]:
 
 
 def fastest_rate(good_at: Callable[[float], bool], low: float, high: float, steps: int = 5) -> float:
-    """Highest request rate at which ``good_at`` holds, by bisection on a logarithmic scale; 0 if not even ``low``."""
+    """Highest request rate at which ``good_at`` holds, by bisection on a logarithmic scale; 0 if not even ``low``.
+
+    Five steps from a range of 64 to 1 find it to within 14 %.
+    """
     if not good_at(low):
         return 0.0
     if good_at(high):

@@ -78,6 +78,19 @@ def chunk_size(bench: Bench) -> list[Section]:
             },
         )  # fmt: skip
 
+    why = (
+        "p99 over all tokens hides the stall: whole prompts stop everybody for seconds, but in few steps (see "
+        "p99.9). While "
+        "a whole prompt runs nobody decodes beside it, so chunks of some hundreds even gain throughput. Below a "
+        "few hundred "
+        "tokens a step is bound by reading weights, and chunks cost throughput"
+    )
+    if gap["target of 50 ms"] > 200:
+        why += (
+            ". The target of 50 ms is kept on average but missed by the first chunk after a time of decodes "
+            "alone: steps "
+            "bound by reading weights say nothing about what a prompt token costs"
+        )
     row = Row(
         "a long prompt stalls decodes; chunked prefill bounds ITL at a small throughput cost",
         ours,
@@ -85,10 +98,7 @@ def chunk_size(bench: Bench) -> list[Section]:
         "on one A100-80",
         "whole prompts in one step, decodes waiting",
         Holds.YES if gap["512"] * 4 < gap["whole prompts"] and cost < 0.15 else Holds.PARTLY,
-        "p99 over all tokens hides the stall: whole prompts stop everybody for seconds, but in few steps (see "
-        "p99.9). While "
-        "a whole prompt runs nobody decodes beside it, so chunks of some hundreds even gain throughput. "
-        "Below a few hundred tokens a step is bound by reading weights, and chunks cost throughput",
+        why,
     )
     return [Section("Chunked prefill", [row], table, picture="chunks", draw=draw)]
 
@@ -111,16 +121,15 @@ def sarathi(bench: Bench) -> Row:
             scenario = replace(_chunked(size), max_model_len=16_384)
 
             def good(rate: float, scenario: Scenario = scenario, limit_ms: float = limit_ms) -> bool:
-                requests = stream(lengths, max(30, int(rate * bench.seconds(90, 45))), 7, rate)
-                one = bench.run(scenario, requests, f"{rate:.2f}/s").figures
-                return one.itl_p99 <= limit_ms and one.queue_p50 <= 2000
+                one = bench.sustained(scenario, lengths, rate, 16_384)
+                return one is not None and one.figures.itl_p99 <= limit_ms and one.figures.queue_p50 <= 2000
 
-            rates[size] = fastest_rate(good, 0.05, 8)
+            rates[size] = fastest_rate(good, 0.1, 6.4)
         if rates[_WHOLE]:
             ratios.append(rates[512] / rates[_WHOLE])
             parts.append(f"{name}: {ratios[-1]:.1f}x ({rates[512]:.2f} and {rates[_WHOLE]:.2f}/s)")
         else:
-            parts.append(f"{name}: {rates[512]:.2f}/s, and not 0.05/s with whole prompts")
+            parts.append(f"{name}: {rates[512]:.2f}/s, and not 0.1/s with whole prompts")
     inside = any(2 <= ratio <= 5 for ratio in ratios)
     return Row(
         "Sarathi-Serve: chunked prefill serves 2.6x (Mistral-7B) to 3.7x (Yi-34B) the requests under a P99 bound on "
