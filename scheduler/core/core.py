@@ -315,7 +315,7 @@ class SchedulerCore(SearchingState):
             if slot in reasons:
                 self._finish(worker, sequence, reasons[slot], now)
                 events.append(Ended(sequence, reasons[slot], now))
-        for sequence in plan.ran:
+        for sequence in worker.preempted:
             if sequence.status is Status.SETTLING and not sequence.in_flight:
                 sequence.become(Status.PREEMPTED)
         for group in searches.values():

@@ -107,15 +107,21 @@ class PlanDraft:
         self._pages.append((sequence.slot, pages))
 
     def decode(self, sequence: Sequence) -> None:
-        """One token; it always samples the next."""
-        sequence.scheduled += 1
-        sequence.pending += 1
-        sequence.in_flight += 1
-        self._decodes.append(sequence.slot)
-        self._sampled_decodes.append((sequence.slot, sequence))
-        self._ran.append(sequence)
-        if sequence.scheduled <= len(sequence.tokens) and sequence.scheduled % self._worker.capacity.block_size == 0:
-            self._worker.register(sequence, sequence.scheduled)
+        self.decode_all([sequence])
+
+    def decode_all(self, sequences: list[Sequence]) -> None:
+        """One token each; it always samples the next. The busiest loop of the core: nothing in it calls anything."""
+        block_size = self._worker.capacity.block_size
+        for sequence in sequences:
+            scheduled = sequence.scheduled = sequence.scheduled + 1
+            sequence.pending += 1
+            sequence.in_flight += 1
+            if scheduled % block_size == 0 and scheduled <= len(sequence.tokens):
+                self._worker.register(sequence, scheduled)
+        slots = [sequence.slot for sequence in sequences]
+        self._decodes += slots
+        self._sampled_decodes += zip(slots, sequences, strict=True)
+        self._ran += sequences
 
     def chunk(self, sequence: Sequence, count: int) -> None:
         """``count`` prompt tokens; the last chunk samples. Pages it fills can be hit from the next plan on."""

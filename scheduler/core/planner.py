@@ -50,8 +50,8 @@ class ContinuousPlanner:
                 joined = self._unstall(worker, draft, now, events)
             for sequence in joined:
                 (decodes if sequence.remaining == 1 else prefills).append(sequence)
-        for sequence in decodes:
-            draft.decode(sequence)
+        draft.decode_all(decodes)
+        for sequence in [sequence for sequence in decodes if sequence.children]:
             self._fork_if_done(worker, sequence, queue, draft, now)
         prefills.sort(key=lambda sequence: sequence.seniority)
         budget = limits.max_num_batched_tokens - len(decodes)
@@ -104,22 +104,23 @@ class ContinuousPlanner:
         """
         block_size = worker.capacity.block_size
         preempted = False
-        while _blocks_needed(worker, decodes) > worker.pool.num_free:
+        needy = [s for s in decodes if s.shares_tail or s.scheduled >= len(s.pages) * block_size]
+        while _blocks_needed(worker, needy) > worker.pool.num_free:
             if worker.unpin():
                 continue  # growth comes before what is kept for the blocked head
             victim = self._victim(worker)
             if victim is None:
                 break  # preempting would free nothing now; who lacks a block sits out this step
             preempted = True
-            needy = next(s for s in decodes if _starts_block(s, block_size) or s.shares_tail)
+            cause = needy[0].request_id
             self._preempt(worker, victim, draft)
             draft.drop(victim.slot)
             victim.slot = -1
-            events.append(Preempted(victim, "no_free_block", needy.request_id, now))
-            for group in (decodes, prefills):
+            events.append(Preempted(victim, "no_free_block", cause, now))
+            for group in (needy, decodes, prefills):
                 if victim in group:
                     group.remove(victim)
-        for sequence in list(decodes):
+        for sequence in needy:
             place = sequence.scheduled // block_size
             if place >= len(sequence.pages):
                 pages = worker.pool.allocate(1)
@@ -263,16 +264,12 @@ class ContinuousPlanner:
         parent.children = []
 
 
-def _starts_block(sequence: Sequence, block_size: int) -> bool:
-    return sequence.scheduled >= len(sequence.pages) * block_size
-
-
-def _blocks_needed(worker: WorkerState, decodes: list[Sequence]) -> int:
+def _blocks_needed(worker: WorkerState, needy: list[Sequence]) -> int:
     """Blocks that this step's decodes need: new ones, and copies of shared ones (all sharers but one copy)."""
     block_size = worker.capacity.block_size
     needed = 0
     sharers: dict[int, int] = {}
-    for sequence in decodes:
+    for sequence in needy:
         if sequence.scheduled >= len(sequence.pages) * block_size:
             needed += 1
         elif sequence.shares_tail:
