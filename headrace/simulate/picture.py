@@ -70,6 +70,7 @@ def _column(axes: list[Axes], name: str, samples: list[Sample]) -> None:
     queue.legend(loc="upper right", fontsize=8)
     lost.plot(at, [sample.preemptions for sample in samples], color=_BAD, label="preemptions")
     lost.set_ylabel("preemptions so far")
+    lost.set_ylim(0, max(1, *(sample.preemptions for sample in samples)))
     lost.set_xlabel("virtual seconds")
 
 

@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     made = Parser(
         prog="headrace simulate figures",
         description="Check the claims that the field makes about batching and memory: ours beside each, with workload, "
-        "baseline, and whether it holds. Takes a few minutes on one core.",
+        "baseline, and whether it holds. Takes about ten minutes on one core.",
     )
     made.add_argument(
         "--quick", action="store_true", help="a tenth of the requests: rough figures in well under a minute"
