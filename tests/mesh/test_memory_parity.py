@@ -116,7 +116,8 @@ def test_the_naive_pool_did_preempt(tight: Mesh, request: pytest.FixtureRequest)
     log = metrics(tight)
     assert log["vllm:num_preemptions_total"] > 0
     if "swap" in request.node.name:
-        assert log["headrace_kv_blocks_swapped_out_total"] == log["headrace_kv_blocks_swapped_in_total"] > 0
+        # A sequence whose last token was in flight, or that was cancelled, ends in host memory and never comes back.
+        assert log["headrace_kv_blocks_swapped_out_total"] >= log["headrace_kv_blocks_swapped_in_total"] > 0
 
 
 def metrics(of: Mesh) -> dict[str, float]:
