@@ -111,11 +111,12 @@ def test_b16_a_tight_pool_gives_the_texts_of_an_ample_one(ample: Mesh, tight: Me
 
 
 def test_the_naive_pool_did_preempt(tight: Mesh, request: pytest.FixtureRequest) -> None:
-    if "naive" not in request.node.name and "swap" not in request.node.name:
+    kind = request.node.callspec.params["tight"]
+    if kind == "recompute":
         return  # foresight may avoid every preemption; that the texts agree is tested above
     log = metrics(tight)
     assert log["vllm:num_preemptions_total"] > 0
-    if "swap" in request.node.name:
+    if kind == "swap":
         # A sequence whose last token was in flight, or that was cancelled, ends in host memory and never comes back.
         assert log["headrace_kv_blocks_swapped_out_total"] >= log["headrace_kv_blocks_swapped_in_total"] > 0
 
