@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 
 from headrace.bench.client import Taken
 from headrace.bench.observer import Observer
+from headrace.text_table import figures_table
 
 
 def percentile(values: list[float] | list[int], share: float) -> float:
@@ -97,13 +98,4 @@ _COLUMNS = (
 
 
 def table(runs: list[Figures]) -> str:
-    rows = [[head for head, _, _ in _COLUMNS]]
-    rows += [[form.format(getattr(run, name)) for _, name, form in _COLUMNS] for run in runs]
-    widths = [max(len(row[index]) for row in rows) for index in range(len(_COLUMNS))]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if index == 0 else cell.rjust(width)
-            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    )
+    return figures_table(_COLUMNS, runs)

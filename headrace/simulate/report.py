@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.simulate.measure import Measurements
+from headrace.text_table import figures_table
 from scheduler.core.core import SchedulerCore
 
 SERVED = ("stop", "length")
@@ -158,14 +159,5 @@ _COLUMNS = (
 
 
 def table(runs: list[Figures]) -> str:
-    """One row for each run; with more than one column's worth of text, the widest cell decides."""
-    rows = [[head for head, _, _ in _COLUMNS]]
-    rows += [[form.format(getattr(run, name)) for _, name, form in _COLUMNS] for run in runs]
-    widths = [max(len(row[index]) for row in rows) for index in range(len(_COLUMNS))]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if index == 0 else cell.rjust(width)
-            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    )
+    """One row for each run."""
+    return figures_table(_COLUMNS, runs)
