@@ -24,7 +24,9 @@ class SchedulerConfig(MeshConfig):
     enable_prefix_caching: bool = option(True, "use the KV blocks of equal prompt beginnings again")
     growth_aware_admission: bool = option(True, "admit a sequence only if what all are expected to grow by fits too")
     length_quantile: float = option(
-        0.7, "quantile of recent output lengths that growth is expected from", check=between(0.05, 0.99)
+        0.55,
+        "mean quantile of recent output lengths that growth is expected from: 0.5 as observed, more is cautious",
+        check=between(0.05, 0.95),
     )
     backfill_window: int = option(
         64, "how many waiting sequences are looked at behind a head that does not fit in memory", check=at_least(0)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from scheduler.core.core import SchedulerCore
 from scheduler.core.events import CoreEvent
 from scheduler.metrics import SchedulerMetrics
-from shared.messages import StepPlan, StepResult, encode
+from shared.messages import StepResult, encode
 from shared.subjects import Subjects
 
 MARGIN_S = 0.002
@@ -25,7 +25,7 @@ class WorkerLink:
 
     incarnation: int
     seen: float  # monotonic s
-    sent: deque[tuple[int, int, bytes]] = field(default_factory=deque)  # (step, tokens, payload)
+    sent: deque[tuple[int, bytes]] = field(default_factory=deque)  # (step, payload)
     step_began: float = 0.0  # when the oldest plan in flight is thought to have begun
     sent_at: float = 0.0
     resends: int = 0  # of the oldest plan
@@ -37,7 +37,7 @@ class WorkerLink:
 
     def awaits(self, step: int) -> bool:
         """True if the result of ``step`` is still out."""
-        return any(number == step for number, _, _ in self.sent)
+        return any(number == step for number, _ in self.sent)
 
 
 class PlanSender:
@@ -92,8 +92,7 @@ class PlanSender:
             self._wake_later(worker, link)
             return
         if link.timer is None and len(link.sent) < self._run_ahead:
-            tokens = link.sent[0][1]
-            predicted_s = self._core.workers[worker].predictor.predict_us(tokens) / 1e6
+            predicted_s = self._core.workers[worker].predicted_us / 1e6
             due = link.step_began + predicted_s - max(MARGIN_S, MARGIN_SHARE * predicted_s)
             link.timer = self._loop.call_later(max(0.0, due - time.monotonic()), self._on_timer, worker)
 
@@ -121,7 +120,7 @@ class PlanSender:
         payload = encode(plan)
         if not link.sent:
             link.step_began = link.sent_at = time.monotonic()
-        link.sent.append((plan.step, _rows(plan), payload))
+        link.sent.append((plan.step, payload))
         self._post(self._subjects.step(worker), payload)
         return True
 
@@ -130,11 +129,7 @@ class PlanSender:
         link = self.links.get(worker)
         if link is None or not link.awaits(step):
             return
-        for number, _, payload in link.sent:
+        for number, payload in link.sent:
             if number >= step:
                 self._metrics.resent_plans.inc()
                 self._post(self._subjects.step(worker), payload)
-
-
-def _rows(plan: StepPlan) -> int:
-    return len(plan.decodes) + sum(count for _, count in plan.chunks) + sum(count for _, count in plan.padding)

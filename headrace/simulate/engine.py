@@ -37,7 +37,7 @@ class _Link:
     """One worker as the driver sees it."""
 
     worker: SimulatedWorker
-    sent: deque[tuple[int, int]] = field(default_factory=deque)  # (step, rows) of plans without a result
+    sent: deque[int] = field(default_factory=deque)  # steps of plans without a result
     inbox: deque[StepPlan] = field(default_factory=deque)  # at the worker, not begun
     executing: bool = False
     step_began: int = 0
@@ -204,8 +204,7 @@ class Simulation:
                 self._at(wake, self._on_timer, link)
             return
         if not link.timer and len(link.sent) < self.core.limits.run_ahead:
-            predictor = self.core.workers[link.worker.name].predictor
-            predicted_ns = predictor.predict_us(link.sent[0][1]) * 1e3
+            predicted_ns = self.core.workers[link.worker.name].predicted_us * 1e3
             due = link.step_began + predicted_ns - max(MARGIN_S * 1e9, MARGIN_SHARE * predicted_ns)
             link.timer = True
             self._at(max(self.now, int(due)), self._on_timer, link)
@@ -226,17 +225,16 @@ class Simulation:
             self._on_plan(plan)
         for start in plan.starts:
             self.measured.admitted(self._population.number(start.request_id, start.choice), self.now)
-        rows = len(plan.decodes) + sum(count for _, count in plan.chunks) + sum(count for _, count in plan.padding)
         if not link.sent:
             link.step_began = self.now
-        link.sent.append((plan.step, rows))
+        link.sent.append(plan.step)
         self._at(self.now + self._bus_ns, self._plan_arrives, link, plan)
         return True
 
     def _result_arrives(self, link: _Link, done: Executed) -> None:
         self._carry_out(self.core.apply(done.result, self.now))
         link.step_began = self.now
-        while link.sent and link.sent[0][0] <= done.result.step:
+        while link.sent and link.sent[0] <= done.result.step:
             link.sent.popleft()
         if len(self._links) > 1:
             self._pump_all()

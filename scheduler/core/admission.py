@@ -22,6 +22,19 @@ from scheduler.core.sequence import Sequence, pages_for
 from scheduler.core.waiting import WaitingQueue
 from scheduler.core.worker_state import Placement, WorkerState
 
+LOOK_AGAIN = 8
+"""Plans after which a queue that could not be served is looked at again although nothing has changed."""
+
+RUNNING_PER_PLAN = 256
+"""Running sequences for each plan that passes between two looks at a queue that could not be served."""
+
+EXPECT_AGAIN = 8
+"""Tokens after which the expected length of a running sequence is looked up again."""
+
+SHARED_PREFILL_TOKENS = 128
+"""Waiting for somebody else's prefill to fill the prefix cache pays from so many tokens: about what a GPU computes in
+the time of one step that only reads the weights."""
+
 Defer = Callable[[WorkerState, Sequence], bool]
 """True if another worker should admit this sequence instead (a request binds when it is admitted)."""
 
@@ -46,11 +59,12 @@ class Admission:
         limits = self._limits
         chosen: list[tuple[Sequence, Placement]] = []
         pass_ = _Pass(self, worker, now)
-        if pass_.free_slots <= 0:
+        if pass_.free_slots <= 0 or self._full_lately(worker, queue):
             return []
         if self._fairness.contended:
             self._settle_service()
         looked = 0
+        awaiting = False
         for sequence in queue.order(now):
             if pass_.free_slots <= 0 or looked > limits.backfill_window:
                 break
@@ -68,6 +82,9 @@ class Admission:
             if pass_.head is None and pass_.too_long(sequence):
                 continue  # isolated, not blocked: it waits for the long ones that run, not for memory
             placement = worker.place(sequence, len(sequence.tokens))
+            if sequence is not queue.blocked and pass_.awaits_prefix(sequence, placement):
+                awaiting = True  # not blocked either: by the next plans most of its prompt will be cached
+                continue
             if pass_.head is None:
                 if not pass_.fits(sequence, placement):
                     if not self.block(worker, queue, sequence, placement, now):
@@ -85,10 +102,26 @@ class Admission:
                 worker.unpin()
             chosen.append((sequence, placement))
             self._enter(worker, sequence, placement, draft, join, now)
-            pass_.joined(sequence)
+            pass_.joined(sequence, placement)
         for sequence, _ in chosen:
             queue.remove(sequence)
+        full = (pass_.head is not None or pass_.free_slots <= 0) and not awaiting
+        worker.full_look = (worker.next_step, queue.changes, worker.pool.releases) if full else None
         return [sequence for sequence, _ in chosen]
+
+    def _full_lately(self, worker: WorkerState, queue: WaitingQueue) -> bool:
+        """True if the last pass left off for lack of blocks or slots, and another look would be in vain or too dear.
+
+        In vain as long as nothing came, left or was freed: only expectations have moved, which is worth a look every
+        ``LOOK_AGAIN`` plans. Too dear, since a look costs in proportion to what runs, more often than every
+        ``running / RUNNING_PER_PLAN`` plans.
+        """
+        if worker.full_look is None or not worker.running:
+            return False
+        step, changes, releases = worker.full_look
+        plans = worker.next_step - step
+        unchanged = changes == queue.changes and releases == worker.pool.releases
+        return plans <= len(worker.running) // RUNNING_PER_PLAN or (unchanged and plans < LOOK_AGAIN)
 
     def block(self, worker: WorkerState, queue: WaitingQueue, head: Sequence, placement: Placement, now: int) -> bool:
         """``head`` does not fit: it stays the head, and what the cache holds of it is pinned. False if another
@@ -119,14 +152,25 @@ class Admission:
 
     def growing(self, worker: WorkerState, sequence: Sequence, own: int, sure: bool) -> Growing:
         """``sure``: by its max_tokens instead of by expectation."""
-        generated = sequence.generated + sequence.pending
+        tokens = len(sequence.tokens) + sequence.pending
+        generated = tokens - sequence.prompt_len
+        if sure:
+            left = max(0, sequence.submit.sampling.max_tokens - generated)
+        else:
+            if generated >= sequence.expect_again:
+                self._expect(sequence, generated)
+            left = sequence.expected - generated
+        return Growing(tokens, left, own, len(sequence.pages))
+
+    def _expect(self, sequence: Sequence, generated: int) -> None:
+        """How long it is expected to be in the end; asked again when it gets there, and every now and then."""
         max_left = max(0, sequence.submit.sampling.max_tokens - generated)
-        left = max_left if sure else self._lengths.expected_left(generated, max_left)
-        return Growing(len(sequence.tokens) + sequence.pending, left, own, len(sequence.pages))
+        sequence.expected = generated + self._lengths.expected_left(sequence.rank, generated, max_left)
+        sequence.expect_again = generated + max(1, min(EXPECT_AGAIN, sequence.expected - generated))
 
     def candidate(self, worker: WorkerState, sequence: Sequence, placement: Placement) -> Growing:
         max_left = max(0, sequence.submit.sampling.max_tokens - sequence.generated)
-        left = self._lengths.expected_left(sequence.generated, max_left)
+        left = self._lengths.expected_left(sequence.rank, sequence.generated, max_left)
         tokens = len(sequence.tokens)
         return Growing(tokens, left, placement.new, pages_for(tokens, worker.capacity.block_size))
 
@@ -156,13 +200,18 @@ class _Pass:
         self._reserved = False
         self._long_blocks: int | None = None
         self._committed: int | None = None
+        self._prefilling: list[Sequence] | None = None
 
     @property
     def _limit(self) -> int:
         return self._worker.pool.num_blocks - self._watermark
 
-    def joined(self, sequence: Sequence) -> None:
-        self._projection = None
+    def joined(self, sequence: Sequence, placement: Placement) -> None:
+        if self._projection is not None:
+            candidate = self._admission.candidate(self._worker, sequence, placement)
+            self._projection.add(candidate, placement.takes)
+        if self._prefilling is not None:
+            self._prefilling.append(sequence)
         self.free_slots -= max(1, sequence.submit.sampling.beam_width)
         if self._committed is not None:
             self._committed += max(1, sequence.submit.sampling.beam_width) * pages_for(
@@ -220,6 +269,27 @@ class _Pass:
 
     def _prefill_steps(self, sequence: Sequence) -> int:
         return -(-len(sequence.tokens) // self._limits.prefill_chunk_limit)
+
+    def awaits_prefix(self, sequence: Sequence, placement: Placement) -> bool:
+        """True if a running prefill is about to compute at least half of what the sequence would have to compute.
+
+        Equal prompts that come together are then computed once: the first one is, and the others join when they can
+        hit its blocks. They lose nothing, since those tokens share one budget in any case.
+        """
+        size = self._worker.capacity.block_size
+        hits = len(placement.hits)
+        rest = len(sequence.tokens) - hits * size
+        if not self._worker.prefix_caching or rest < SHARED_PREFILL_TOKENS:
+            return False
+        if self._prefilling is None:
+            self._prefilling = [one for one in self._worker.running if one.remaining > 1]
+        wanted = -(-max(SHARED_PREFILL_TOKENS, rest // 2) // size)  # blocks in common, beyond the hits
+        last = hits + wanted - 1  # hashes are chained: if these blocks are equal, so are all before them
+        chain = sequence.chain
+        return last < len(chain) and any(
+            last < len(one.chain) and one.chain[last] == chain[last] and one.registered <= last
+            for one in self._prefilling
+        )
 
     def too_long(self, sequence: Sequence) -> bool:
         """Long-context isolation: long ones together hold no more than their share of the blocks while shorter ones

@@ -25,6 +25,7 @@ class BlockPool:
         self._by_hash: dict[bytes, int] = {}
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self.evictions = 0
+        self.releases = 0  # how often blocks were given back
         self.num_shared = 0  # blocks with two references or more
 
     @property
@@ -77,6 +78,7 @@ class BlockPool:
         used: a parent is never evicted before its child.
         """
         freed = 0
+        self.releases += 1
         for block in reversed(blocks):
             if self._refs[block] < 1:
                 raise ValueError(f"block {block} is free already")

@@ -14,6 +14,7 @@ from scheduler.core.beams import BeamSearch
 from scheduler.core.blocks import BlockPool
 from scheduler.core.events import Applied, CoreEvent, Ended, Failed
 from scheduler.core.held_planner import HeldBatchPlanner
+from scheduler.core.lengths import rank_of
 from scheduler.core.limits import Limits
 from scheduler.core.planner import ContinuousPlanner
 from scheduler.core.searching import SearchingState
@@ -125,13 +126,16 @@ class SchedulerCore(SearchingState):
         if known is not None:
             self.cancel(submit.request_id, known.attempt, -1, now)
         queue = self._models[submit.model].queue
-        sequences = []
+        sequences: list[Sequence] = []
         for choice in range(1 if submit.sampling.beam_width else submit.n):
             if choice in submit.done_choices:
                 continue
             resumed = unpack_tokens(submit.resumed[choice]) if choice < len(submit.resumed) else []
             seniority = (submit.priority, submit.arrival_ns, submit.request_id, choice)
-            sequences.append(Sequence(submit, choice, tokens + resumed, len(tokens), seniority, now, deadline=deadline))
+            rank = rank_of(self._created + len(sequences))
+            sequences.append(
+                Sequence(submit, choice, tokens + resumed, len(tokens), seniority, now, rank, deadline=deadline)
+            )
         request = self._requests[submit.request_id] = RequestState(submit.attempt, sequences, len(sequences))
         if submit.sampling.beam_width:
             assert capacities is not None
@@ -226,7 +230,7 @@ class SchedulerCore(SearchingState):
             known = worker.swap_us_per_block
             worker.swap_us_per_block = per_block if not known else 0.8 * known + 0.2 * per_block
         if result.rows:
-            worker.predictor.observe(result.rows, result.forward_us - result.swap_us)
+            worker.predictor.observe(plan.work, result.forward_us - result.swap_us)
         events: list[CoreEvent] = []
         new_tokens = self._take_tokens(worker, plan, result, now, events)
         self.counters.new_tokens += new_tokens
@@ -347,13 +351,13 @@ class SchedulerCore(SearchingState):
 
         0 as long as no step was measured: nobody is refused on a guess.
         """
-        left = self.lengths.expected_left(generated, submit.sampling.max_tokens - generated)
+        left = self.lengths.left_at(0.5, generated, submit.sampling.max_tokens - generated)
         quickest = 0.0
         for worker in self.workers.values():
             if worker.capacity.model == model:
-                step_us = worker.predictor.predict_us(max(1, len(worker.running)))
-                prefill_us = worker.predictor.predict_us(tokens)
-                needs = prefill_us + step_us * max(0, left - 1)
+                step_us = worker.predictor.decode_us(max(1, len(worker.running)))
+                chunks = -(-tokens // self.limits.prefill_chunk_limit)
+                needs = worker.predictor.prompt_us(tokens) + step_us * (chunks + max(0, left - 1))
                 quickest = needs if not quickest else min(quickest, needs)
         return int(quickest * 1000)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from scheduler.core.events import Counters
 from scheduler.core.sequence import Sequence, Status
+from scheduler.core.step_time import PlannedWork, attention_pairs
 from scheduler.core.worker_state import PlanInFlight, WorkerState
 from shared.messages import SlotStart, StepPlan, pack_tokens
 
@@ -28,6 +29,7 @@ class PlanDraft:
         self._sampled_chunks: list[tuple[int, Sequence]] = []
         self._ran: list[Sequence] = []
         self._prefill_tokens = 0
+        self._pairs = 0
         self.start_bytes = 0
         self._feeds: list[tuple[int, int]] = []
         self._swap_outs: list[tuple[int, int]] = []
@@ -126,6 +128,7 @@ class PlanDraft:
     def chunk(self, sequence: Sequence, count: int) -> None:
         """``count`` prompt tokens; the last chunk samples. Pages it fills can be hit from the next plan on."""
         self._counters.recomputed_tokens += min(count, max(0, sequence.computed_before - sequence.scheduled))
+        self._pairs += attention_pairs(sequence.scheduled, count)
         sequence.scheduled += count
         sequence.in_flight += 1
         self._prefill_tokens += count
@@ -155,6 +158,10 @@ class PlanDraft:
         """The plan; it counts as in flight from here on."""
         worker = self._worker
         padding = sum(rows for _, rows in self._padding)
+        if self._prefill_tokens:  # padding is of the same kind as what it is computed beside
+            work = PlannedWork(len(self._decodes), self._prefill_tokens + padding, self._pairs)
+        else:
+            work = PlannedWork(len(self._decodes) + padding)
         plan = StepPlan(
             epoch=epoch,
             worker=worker.name,
@@ -182,6 +189,7 @@ class PlanDraft:
                 decode_tokens=len(self._decodes),
                 prefill_tokens=self._prefill_tokens,
                 padding_tokens=padding,
+                work=work,
                 swapped=len(self._swap_outs) + len(self._swap_ins),
             )
         )

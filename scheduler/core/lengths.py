@@ -6,6 +6,7 @@ from bisect import bisect_left
 
 _RATIO = 1.2
 _HALF_LIFE = 2000  # ended sequences after which an observation counts half
+_GOLDEN = (5**0.5 - 1) / 2
 _PRIOR = 20  # observations until history outweighs the prior
 
 
@@ -20,13 +21,17 @@ class OutputLengths:
     """A decaying histogram of output lengths in geometric buckets.
 
     The expectation for a running sequence is conditional on its being longer than now (Past-Future scheduler,
-    LightLLM: a length distribution from recent history instead of the maximum).
+    LightLLM, ASPLOS 2025: a length distribution from recent history instead of the maximum). There each sequence's
+    length is drawn from that distribution; here it stands at a quantile of its own, evenly spread over the sequences,
+    which says the same of all together without chance: some end early, some late, and their sum is about right, where
+    one quantile for all would have all of them end together. ``quantile`` is the mean of those quantiles: 0.5 expects
+    what was observed, more is cautious.
     """
 
     BOUNDS = _bounds()
 
-    def __init__(self, quantile: float = 0.7) -> None:
-        self._quantile = quantile
+    def __init__(self, quantile: float = 0.5) -> None:
+        self._bend = (1 - quantile) / quantile  # u ** bend has this mean for u uniform in (0, 1)
         self._counts = [0.0] * len(self.BOUNDS)
         self._weight = 1.0
         self._above: list[float] | None = None  # observations in this bucket and those after it
@@ -42,12 +47,16 @@ class OutputLengths:
             self._counts = [count / self._weight for count in self._counts]
             self._weight = 1.0
 
-    def expected_left(self, generated: int, max_left: int) -> int:
-        """Tokens still to come, at the configured quantile, of a sequence that has ``generated`` and may have
-        ``max_left`` more. Between 1 and ``max_left`` (0 if that is 0)."""
+    def expected_left(self, rank: float, generated: int, max_left: int) -> int:
+        """Tokens still to come of a sequence that has ``generated`` and may have ``max_left`` more. ``rank`` in (0, 1)
+        is its place among all sequences (see ``rank_of``). Between 1 and ``max_left`` (0 if that is 0)."""
+        return self.left_at(rank**self._bend, generated, max_left)
+
+    def left_at(self, quantile: float, generated: int, max_left: int) -> int:
+        """Tokens still to come at one quantile."""
         if max_left <= 1:
             return max_left
-        prior = max(1, round(max_left * self._quantile))
+        prior = max(1, round(max_left * quantile))
         if self.observed == 0:
             return prior
         above = self._cumulated()
@@ -56,7 +65,7 @@ class OutputLengths:
         if total <= 1e-9:
             learned = prior
         else:
-            left = total * (1 - self._quantile)
+            left = total * (1 - quantile)
             low, high = first, len(above) - 1
             while low < high:  # the first bucket after which less than ``left`` remains
                 middle = (low + high) // 2
@@ -77,3 +86,9 @@ class OutputLengths:
                 above[index] = total
             self._above = above
         return self._above
+
+
+def rank_of(number: int) -> float:
+    """The place in (0, 1) of the sequence with this number: multiples of the golden ratio, which any run of
+    consecutive numbers spreads evenly (Weyl; the additive low-discrepancy sequence in one dimension)."""
+    return (number * _GOLDEN) % 1.0

@@ -6,11 +6,14 @@ resume; then waiting ones are admitted; then prompts fill what the decodes left 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from scheduler.core.admission import Admission, Defer
 from scheduler.core.draft import PlanDraft
 from scheduler.core.events import CoreEvent, Counters, Preempted
 from scheduler.core.limits import Limits
 from scheduler.core.sequence import Sequence, Status, pages_for
+from scheduler.core.step_time import attention_pairs
 from scheduler.core.waiting import WaitingQueue
 from scheduler.core.worker_state import Placement, WorkerState
 from scheduler.policies.prefill import share_prefill, share_whole_prompts
@@ -57,18 +60,17 @@ class ContinuousPlanner:
         budget = limits.max_num_batched_tokens - len(decodes)
         needs = [sequence.remaining for sequence in prefills]
         if limits.enable_chunked_prefill:
-            budget = self._within_target(worker, len(decodes), budget)
             capped: list[bool] = []
             if limits.long_context_tokens:
                 capped = [sequence.prompt_len >= limits.long_context_tokens for sequence in prefills]
-            grants = share_prefill(
-                needs,
-                budget,
-                limits.prefill_chunk_limit,
-                limits.oldest_prefill_share,
-                capped,
-                limits.long_context_share,
-            )
+
+            def share(tokens: int) -> list[int]:
+                return share_prefill(
+                    needs, tokens, limits.prefill_chunk_limit, limits.oldest_prefill_share, capped,
+                    limits.long_context_share,
+                )  # fmt: skip
+
+            grants = share(self._within_target(worker, len(decodes), prefills, budget, share))
         else:
             grants = share_whole_prompts(needs, budget)
         for sequence, grant in zip(prefills, grants, strict=True):
@@ -77,15 +79,25 @@ class ContinuousPlanner:
                 self._fork_if_done(worker, sequence, queue, draft, now)
         return draft
 
-    def _within_target(self, worker: WorkerState, decodes: int, budget: int) -> int:
+    def _within_target(
+        self,
+        worker: WorkerState,
+        decodes: int,
+        prefills: list[Sequence],
+        budget: int,
+        share: Callable[[int], list[int]],
+    ) -> int:
         """The prefill budget with which the step is predicted to keep the target ITL (Niyama: dynamic chunking)."""
         limits = self._limits
-        if not limits.target_itl_ns or not decodes:
+        if not limits.target_itl_ns or not decodes or not prefills:
             return budget
-        tokens = worker.predictor.tokens_within(limits.target_itl_ns / 1000)
-        if tokens is None:
-            return budget
-        return min(budget, max(limits.min_prefill_tokens, tokens - decodes))
+
+        def pairs(tokens: int) -> int:
+            grants = zip(prefills, share(tokens), strict=True)
+            return sum(attention_pairs(sequence.scheduled, grant) for sequence, grant in grants)
+
+        target_us = limits.target_itl_ns / 1000
+        return worker.predictor.prefill_within(target_us, decodes, budget, limits.min_prefill_tokens, pairs)
 
     def _fork_if_done(
         self, worker: WorkerState, sequence: Sequence, queue: WaitingQueue, draft: PlanDraft, now: int

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(slots=True)
 class Growing:
     """A sequence that runs, or would. ``tokens`` it holds room for soon (the whole prompt), ``left`` steps to its end,
     ``own`` blocks that come back when it ends, ``blocks`` in its table now."""
@@ -48,39 +48,65 @@ class _Segment:
 
 
 class Projection:
-    """``used_now`` blocks are held by ``running``; nothing else joins."""
+    """``used_now`` blocks are held by ``running``; nothing joins but what is added."""
 
     def __init__(self, running: Sequence[Growing], used_now: int, block_size: int) -> None:
         self._block_size = block_size
+        rooms = [one.room(block_size) for one in running]
         room = [0] * block_size
-        alive = 0
-        for one in running:
-            if one.room(block_size) < block_size:
-                room[one.room(block_size)] += 1
-                alive += 1
+        for free in rooms:
+            if free < block_size:
+                room[free] += 1
+        alive = sum(room)
         held = used_now
         self._segments: list[_Segment] = []
-        ordered = sorted(running, key=lambda one: one.left)
-        for index, one in enumerate(ordered):
-            if index == 0 or one.left > ordered[index - 1].left:
-                self._segments.append(_Segment(one.left, held, alive, tuple(room)))
-            held -= one.own
-            if one.room(block_size) < block_size:
-                room[one.room(block_size)] -= 1
+        lefts = [one.left for one in running]
+        last = -1
+        for index in sorted(range(len(lefts)), key=lefts.__getitem__):
+            if lefts[index] > last:
+                last = lefts[index]
+                self._segments.append(_Segment(last, held, alive, tuple(room)))
+            held -= running[index].own
+            if rooms[index] < block_size:
+                room[rooms[index]] -= 1
                 alive -= 1
-        self._last = _Segment(1 << 62, held, alive, tuple(room))
-        self._untils = [segment.until for segment in self._segments]
-        self._before = [segment.used(segment.until) for segment in self._segments]
+        self._segments.append(_Segment(1 << 62, held, alive, tuple(room)))
+        self._ends = [segment.until for segment in self._segments[:-1]]
+        # At each end, whether of the running or of an added one: use just before those that end there leave, and after.
+        self._untils = list(self._ends)
+        self._before = [segment.used(segment.until) for segment in self._segments[:-1]]
+        self._after = [
+            following.used(until) for until, following in zip(self._ends, self._segments[1:], strict=True)
+        ]  # fmt: skip
+        self._added: list[tuple[Growing, int]] = []
 
     @property
     def peak(self) -> int:
-        """Most blocks used at any time if nothing joins. Use only grows between two ends."""
+        """Most blocks used at any time if nothing more joins. Use only grows between two ends."""
         return max(self._before, default=0)
+
+    def add(self, one: Growing, takes: int) -> None:
+        """``one`` joins now, taking ``takes`` blocks."""
+        size = self._block_size
+        for index, until in enumerate(self._untils):
+            if until > one.left:
+                break
+            holds = takes + one.extra(until, size)
+            self._before[index] += holds
+            if until < one.left:
+                self._after[index] += holds
+        at = bisect_left(self._untils, one.left)
+        if at == len(self._untils) or self._untils[at] != one.left:
+            without = self.used(one.left)
+            self._untils.insert(at, one.left)
+            self._before.insert(at, without + takes + one.extra(one.left, size))
+            self._after.insert(at, without)
+        self._added.append((one, takes))
 
     def used(self, step: int) -> int:
         """Blocks used after ``step`` steps, those that end then not yet gone."""
-        index = bisect_left(self._untils, step)
-        return (self._segments[index] if index < len(self._segments) else self._last).used(step)
+        of_added = sum(takes + one.extra(step, self._block_size) for one, takes in self._added if one.left >= step)
+        return self._segments[bisect_left(self._ends, step)].used(step) + of_added
 
     def fits_with(self, candidate: Growing, takes: int, limit: int) -> bool:
         """True if, with ``candidate`` taking ``takes`` blocks now, use never exceeds ``limit`` until it ends."""
@@ -97,9 +123,7 @@ class Projection:
 
         The shadow time and the extra nodes of EASY backfilling (Lifka 1995; Mu'alem and Feitelson 2001).
         """
-        for index, until in enumerate(self._untils):
-            following = self._segments[index + 1] if index + 1 < len(self._segments) else self._last
-            after = following.used(until)
+        for until, after in zip(self._untils, self._after, strict=True):
             if after + need <= limit:
                 return until, limit - after - need
         return (self._untils[-1] if self._untils else 0), 0

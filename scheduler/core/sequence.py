@@ -45,6 +45,7 @@ class Sequence:
     prompt_len: int  # of the original prompt: resumed tokens are not part of it
     seniority: Seniority
     submitted_ns: int
+    rank: float = 0.5  # its place in (0, 1) among all: which quantile of lengths is expected of it
     status: Status = Status.WAITING
     worker: str = ""
     slot: int = -1
@@ -63,6 +64,8 @@ class Sequence:
     blocked_since: int = 0  # when it first failed to fit as the head of the queue
     bypasses: int = 0  # sequences admitted past it since
     charged: int = 0  # generated tokens that its tenant was charged for
+    expected: int = 0  # generated tokens it is expected to end with, as last looked up
+    expect_again: int = 0  # generated tokens at which that is looked up again
     deadline: int = 0  # ns on the core's clock; 0: none
     host: list[int] = field(default_factory=list)  # places in host memory that hold its blocks while preempted
     swapped: int = 0  # tokens whose KV they hold

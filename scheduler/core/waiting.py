@@ -42,6 +42,7 @@ class WaitingQueue:
         self._aging_ns = aging_ns
         self._classes: dict[int, dict[str, _Fifo]] = {}
         self._length = 0
+        self.changes = 0  # how often anything came or left
         self.blocked: Sequence | None = None  # the head that failed to fit, until it is admitted or leaves
 
     def __len__(self) -> int:
@@ -56,6 +57,7 @@ class WaitingQueue:
         tenants = self._classes.setdefault(sequence.submit.priority, {})
         tenants.setdefault(sequence.submit.tenant, _Fifo()).push(sequence)
         self._length += 1
+        self.changes += 1
 
     def remove(self, sequence: Sequence) -> None:
         tenants = self._classes[sequence.submit.priority]
@@ -66,6 +68,7 @@ class WaitingQueue:
             if not tenants:
                 del self._classes[sequence.submit.priority]
         self._length -= 1
+        self.changes += 1
         if self.blocked is sequence:
             self.blocked = None
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from scheduler.core.blocks import BlockPool
 from scheduler.core.sequence import Seniority, Sequence, pages_for
-from scheduler.core.step_time import StepTimePredictor
+from scheduler.core.step_time import PlannedWork, StepTimePredictor
 from shared.messages import Capacity
 from shared.page_hash import extend_chain, root_hash
 
@@ -39,6 +39,7 @@ class PlanInFlight:
     decode_tokens: int
     prefill_tokens: int
     padding_tokens: int
+    work: PlannedWork  # as the step-time predictor counts it
     swapped: int = 0  # blocks swapped out or in
 
 
@@ -94,6 +95,7 @@ class WorkerState:
     pinned_for: Sequence | None = None  # the blocked head whose cached prefix must not be evicted
     pinned: list[int] = field(default_factory=list)
     num_pinned: int = 0  # of those, blocks that only the pin keeps from being had
+    full_look: tuple[int, int, int] | None = None  # (step, changes of the queue, releases) when admission left off
     _roots: dict[str, bytes] = field(default_factory=dict)  # cache salt -> root of its hash chains
     _free_host: list[int] | None = None
     _free_slots: list[int] = field(default_factory=list)
@@ -163,7 +165,7 @@ class WorkerState:
         blocks = pages_for(sequence.scheduled, self.capacity.block_size)
         if not blocks or blocks > len(self.free_host):
             return False
-        recompute_us = self.predictor.predict_us(sequence.scheduled) - self.predictor.predict_us(0)
+        recompute_us = self.predictor.prompt_us(sequence.scheduled)
         return 2 * blocks * self.swap_us_per_block <= recompute_us or not self.swap_us_per_block
 
     def own_blocks(self) -> list[int]:
@@ -234,6 +236,11 @@ class WorkerState:
         beams = {id(s.group): s.group.width for s in self.sequences() if s.group is not None}
         self.searches = bool(beams)
         return sum(s.group is None for s in self.running) + sum(beams.values())
+
+    @property
+    def predicted_us(self) -> float:
+        """How long the oldest plan in flight is expected to take; 0 if none is, or nothing was measured yet."""
+        return self.predictor.predict_us(self.in_flight[0].work) if self.in_flight else 0.0
 
     @property
     def has_work(self) -> bool:

@@ -30,7 +30,7 @@ LIMITS = Limits(max_num_seqs=16, max_num_batched_tokens=256, growth_aware_admiss
 
 
 def requests() -> list[Request]:
-    """Enough for a pool of 2,000 tokens to preempt; some clients leave."""
+    """Enough for a pool of 1,400 tokens to preempt; some clients leave."""
     made = stream(LENGTHS["mixed"], 60, 1, 20.0, n=2, longest=1024)
     return [
         dataclasses.replace(one, cancel_ns=500_000_000) if index % 7 == 3 else one for index, one in enumerate(made)
@@ -45,7 +45,7 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     core = RecordingCore(LIMITS, "continuous", writer)
     population = Population(requests())
     timing = Roofline(Deployment(model_named("llama-3.1-8b"), gpu_named("a100-80")))
-    capacity = simulated_capacity(2000, 16, 1024)
+    capacity = simulated_capacity(1400, 16, 1024)
     workers = [SimulatedWorker(f"w{index}", capacity, timing, population) for index in range(2)]
     Simulation(core, workers, population).run()
     writer.close()
@@ -128,7 +128,7 @@ def test_a_recorded_run_is_measured_as_the_run_itself(trace: Path) -> None:
     """The trace knows when the scheduler heard of a token, the simulator when the client did: the same, here."""
     found = measure(trace, header(trace))
     live = run(
-        Scenario(limits=LIMITS, kv_tokens=2000, max_model_len=1024, workers=2), requests(), "live"
+        Scenario(limits=LIMITS, kv_tokens=1400, max_model_len=1024, workers=2), requests(), "live"
     ).figures  # fmt: skip
     assert found.outcome.difference == ""
     for name in ("served", "cancelled", "steps", "preemptions", "computed_tokens", "itl_p99", "useful_slot_share"):

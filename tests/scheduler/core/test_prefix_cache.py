@@ -65,6 +65,53 @@ def test_a_page_is_hit_only_from_the_plan_after_the_one_that_writes_it() -> None
     box.assert_idle()
 
 
+def long_prompts(**limits: int) -> Box:
+    made = Limits(**{"max_num_seqs": 8, "max_num_batched_tokens": 128, "prefill_chunk_limit": 64} | limits)
+    return Box(made, num_blocks=400, max_model_len=400)
+
+
+def test_equal_prompts_that_come_together_are_computed_once() -> None:
+    box = long_prompts()
+    prompt = [7 * index % 300 + 10 for index in range(203)]
+    for index in range(6):
+        box.submit(request(f"r{index}", prompt=prompt, max_tokens=4, arrival_ns=index))
+    box.submit(request("other", prompt_len=200, max_tokens=4, arrival_ns=9))
+    box.run()
+    computed = {start.request_id: start.computed for plan in box.plans for start in plan.starts}
+    assert computed.pop("r0") == 0 and computed.pop("other") == 0
+    assert list(computed.values()) == [128] * 5  # what is left then is too little to wait for
+    assert box.core.counters.prefill_tokens == 203 + 5 * 75 + 200
+    box.assert_tokens_right()
+    box.assert_idle()
+
+
+def test_nobody_waits_for_a_prefix_that_is_a_small_part_of_it_or_short() -> None:
+    box = long_prompts()
+    common = list(range(10, 74))  # 64 tokens: computed sooner than waited for
+    for index in range(3):
+        box.submit(request(f"r{index}", prompt=common + [index] * 100, max_tokens=4, arrival_ns=index))
+    first = box.plan()
+    assert first is not None and len(first.starts) == 3
+    box.run()
+    box.assert_tokens_right()
+
+
+def test_who_waits_for_a_prefix_does_not_hold_up_others_and_survives_its_end() -> None:
+    box = long_prompts(max_num_batched_tokens=64)
+    prompt = [7 * index % 300 + 10 for index in range(203)]
+    for index in range(3):
+        box.submit(request(f"r{index}", prompt=prompt, max_tokens=4, arrival_ns=index))
+    box.submit(request("other", prompt_len=40, max_tokens=4, arrival_ns=9))
+    first = box.plan()
+    assert first is not None and [start.request_id for start in first.starts] == ["r0", "other"]
+    box.core.cancel("r0", 1, -1, box.now)
+    box.run()
+    order = [start.request_id for plan in box.plans for start in plan.starts]
+    assert order == ["r0", "other", "r1", "r2"]
+    box.assert_tokens_right()
+    box.assert_idle()
+
+
 def test_a_preempted_sequence_finds_most_of_itself_again() -> None:
     box = Box(Limits(max_num_seqs=4, max_num_batched_tokens=32), num_blocks=14)
     for index, name in enumerate("abcd"):

@@ -55,3 +55,19 @@ def test_the_shadow_time_is_the_first_at_which_the_need_can_be_had(
             assert (step, spare) == (one, free - need)
             return
     assert spare == 0
+
+
+@given(sequences, sequences, st.integers(1, 30), st.integers(10, 80))
+def test_adding_to_a_projection_is_projecting_all(
+    running: list[Growing], joining: list[Growing], need: int, limit: int
+) -> None:
+    together = [*running, *joining]
+    whole = Projection(together, sum(one.blocks for one in together), BLOCK)
+    grown = Projection(running, sum(one.blocks for one in running), BLOCK)
+    for one in joining:
+        grown.add(one, one.blocks)
+    assert grown.peak == whole.peak
+    assert [grown.used(step) for step in range(45)] == [whole.used(step) for step in range(45)]
+    assert grown.shadow(need, limit) == whole.shadow(need, limit)
+    candidate = growing(need, 20)
+    assert grown.fits_with(candidate, candidate.blocks, limit) == whole.fits_with(candidate, candidate.blocks, limit)
