@@ -13,6 +13,7 @@ from headrace.simulate.figures.claim import (
     first_chunk,
     vllm_v0,
 )
+from headrace.simulate.figures.tenants import beside_blocked_documents
 from headrace.simulate.measure import Measurements
 from headrace.simulate.report import SERVED, Figures, percentile
 from headrace.simulate.scenario import Run, Scenario
@@ -224,7 +225,7 @@ def watermark(bench: Bench) -> list[Section]:
 
 
 def flood(bench: Bench) -> list[Section]:
-    """Two tenants of equal weight that both always wait; one sends four times what the other does."""
+    """Two tenants of equal weight that both always wait: one sends four times what the other does; documents block."""
     seconds = bench.seconds(120, 40)
     pool = 60_000
     scenario = Scenario(max_model_len=2048, kv_tokens=pool).with_limits(max_num_seqs=64)
@@ -254,12 +255,9 @@ def flood(bench: Bench) -> list[Section]:
         Holds.YES if abs(share - 0.5) <= 0.03 and apart <= bound else Holds.NO,
         "service is prompt tokens + 2 x output tokens; VTC's bound for tenants that wait is 2 max(longest "
         "prompt, 2 x KV "
-        f"tokens in a batch). Backfilling is on; {bypasses} admissions passed a blocked head, and each can add one "
-        "request's service to the bound",
+        f"tokens in a batch). Nothing blocks here ({bypasses} admissions passed a head)",
     )
-    table = [["tenant", "service / s", "share"]]
     spent = samples[-1].at_s - samples[0].at_s
-    table += [
-        [tenant, f"{count / spent:.0f}", f"{count / sum(served.values()):.1%}"] for tenant, count in served.items()
-    ]
-    return [Section("Tenants", [row], table)]
+    each = [f"{tenant} {count / spent:.0f}/s" for tenant, count in served.items()]
+    rows, table = beside_blocked_documents(bench)
+    return [Section("Tenants", [row, *rows], table, note=f"Service in the first row: {', '.join(each)}.")]

@@ -1,0 +1,166 @@
+"""The bound on a blocked head's wait (docs/architecture.md, "Bounds"), under loads that are made to stretch it.
+
+The bound is computed from what runs when the head's reservation begins, then held against what happened.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import pytest
+from mesh_in_a_box import MS, VOCAB, Box, request
+
+from scheduler.core.limits import Limits
+from scheduler.core.sequence import Sequence
+from shared.messages import StepPlan
+
+CHUNK = 8
+
+
+@dataclass
+class Reservation:
+    """A head's, from the plan in which it begins. ``within`` plans are the bound if nobody is delayed."""
+
+    head: Sequence
+    first_plan: int
+    within: int
+    bypasses: int  # of the head, when it began
+    delays: int = 0  # steps that sure ends moved away, since somebody was preempted or got less than a chunk
+
+
+class WatchedBox(Box):
+    """Computes the bound when a reservation begins, and asserts it in every plan until the head is admitted."""
+
+    def __init__(self, limits: Limits, **cap: int) -> None:
+        super().__init__(limits, **cap)
+        self.reservation: Reservation | None = None
+        self.heads: list[Sequence] = []
+        self.kept: list[Reservation] = []
+
+    def plan(self, worker: str = "w0") -> StepPlan | None:
+        state, queue = self.core.workers[worker], self.core._models["m"].queue
+        before = {id(s): (s.scheduled, s.remaining) for s in state.running}
+        end = self.last_sure_end()
+        self._begin_reservation(queue.blocked)
+        plan = super().plan(worker)
+        head, held = queue.blocked, self.reservation
+        if head is not None and head not in self.heads[-1:]:
+            self.heads.append(head)
+        if plan is None or held is None:
+            return plan
+        if head is not held.head:
+            self.kept.append(held)
+            self.reservation = None
+            return plan
+        granted = True
+        for sequence in state.running:
+            at, left = before.get(id(sequence), (0, len(sequence.tokens)))
+            granted = granted and sequence.scheduled - at >= min(left, CHUNK)
+        delay = max(0, self.last_sure_end() - max(0, end - 1))
+        if granted and not state.preempted:
+            assert not delay, f"what passed {held.head.request_id} put the last sure end off by {delay}"
+        held.delays += delay
+        waited = len(self.plans) - held.first_plan
+        assert waited <= held.within + held.delays, (
+            f"{held.head.request_id} holds a reservation for {waited} plans; its bound is {held.within} + {held.delays}"
+        )
+        return plan
+
+    def last_sure_end(self) -> int:
+        state = self.core.workers["w0"]
+        return max((steps_to_end(sequence) for sequence in (*state.running, *state.preempted)), default=0)
+
+    def _begin_reservation(self, head: Sequence | None) -> None:
+        if head is None or (self.reservation is not None and self.reservation.head is head):
+            return
+        self.reservation = None
+        waited = self.now - head.blocked_since
+        if head.bypasses >= self.limits.max_bypasses or waited >= self.limits.max_bypass_wait_ns:
+            within = self.last_sure_end() + self.limits.run_ahead
+            self.reservation = Reservation(head, len(self.plans), within, head.bypasses)
+
+
+def steps_to_end(sequence: Sequence) -> int:
+    """Iterations until it is sure to have ended, by its max_tokens, if it gets a chunk or a token in each."""
+    left = sequence.submit.sampling.max_tokens - sequence.generated - sequence.pending
+    prompt = len(sequence.tokens) - sequence.scheduled
+    return left + -(-max(0, prompt) // CHUNK)
+
+
+def unique_prompt(number: int, length: int) -> list[int]:
+    return [number % VOCAB, number // VOCAB, *((number + 3 * i) % VOCAB for i in range(length))][:length]
+
+
+def press(box: WatchedBox, seed: int, steps: int = 500) -> None:
+    """Small ones without pause, of all lengths, and again and again one that needs most of the pool."""
+    rng = random.Random(seed)
+    pool = box.core.workers["w0"].pool.num_blocks * 4
+    for _ in range(steps):
+        while box.core.num_waiting < 12:
+            order = len(box.submits)
+            large = rng.random() < 0.15
+            length = rng.randint(pool // 2, pool - 24) if large else rng.randint(2, 20)
+            longest = rng.choice([2, 6]) if large else rng.choice([1, 3, 8, 40])
+            n = 1 if large else rng.choice([1, 1, 2])
+            box.submit(
+                request(
+                    f"r{order:05}", max_tokens=longest, arrival_ns=order, prompt=unique_prompt(order, length),
+                    ignore_eos=rng.random() < 0.7, tenant=rng.choice(["", "a"]), n=n,
+                )
+            )  # fmt: skip
+        box.step()
+    box.run()
+    box.assert_idle()
+
+
+def limits(**more: object) -> Limits:
+    base: dict[str, object] = {"max_num_seqs": 10, "max_num_batched_tokens": 100, "prefill_chunk_limit": CHUNK}
+    base["length_quantile"] = 0.95  # few preemptions
+    return Limits(**base | more)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "bound",
+    [
+        {"max_bypasses": 0},
+        {"max_bypasses": 3},
+        {"max_bypasses": 6, "admission_watermark": 0.0},
+        {"max_bypasses": 1 << 20, "max_bypass_wait_ns": 15 * MS},
+    ],
+    ids=["strict order", "after 3", "after 6", "after 15 ms"],
+)
+def test_a_reservation_lasts_no_longer_than_those_that_run_by_their_max_tokens(bound: dict[str, int]) -> None:
+    """The budget gives every prompt its chunk, so that only a preemption delays anybody."""
+    kept = []
+    for seed in (1, 2, 3):
+        box = WatchedBox(limits(**bound), num_blocks=40, max_model_len=400)
+        press(box, seed)
+        kept += box.kept
+    assert sum(not held.delays for held in kept) >= 5, "too few heads were put to the test"
+
+
+def test_delays_by_a_small_budget_and_by_preemption_are_all_that_is_added() -> None:
+    tight = limits(
+        max_num_batched_tokens=14, max_bypasses=3, growth_aware_admission=False, admission_watermark=0.0
+    )  # fmt: skip
+    kept, preemptions = [], 0
+    for seed in (4, 5, 6):
+        box = WatchedBox(tight, num_blocks=40, max_model_len=400)
+        press(box, seed)
+        kept += box.kept
+        preemptions += box.core.counters.preemptions
+    assert len(kept) >= 5 and preemptions and any(held.delays for held in kept)
+
+
+@pytest.mark.parametrize("window", [2, 64])
+def test_the_passes_before_a_reservation_are_bounded(window: int) -> None:
+    """The count is looked at once a plan, so that the plan in which it is reached may admit several more."""
+    made = limits(max_bypasses=3, backfill_window=window, max_bypass_wait_ns=1 << 60)
+    most = made.max_bypasses - 1 + min(window, made.max_num_seqs)
+    at_reservation = []
+    for seed in (5, 6):
+        box = WatchedBox(made, num_blocks=40, max_model_len=400)
+        press(box, seed)
+        at_reservation += [held.bypasses for held in box.kept]
+    assert len(at_reservation) >= 3 and made.max_bypasses <= max(at_reservation) <= most
