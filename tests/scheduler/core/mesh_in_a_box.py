@@ -121,14 +121,20 @@ class Box:
         self.events += self.core.cancel(request_id, attempt, choice, self.now)
 
     def plan(self, worker: str = "w0") -> StepPlan | None:
+        settled = not self.core.workers[worker].in_flight
         plan, events = self.core.plan(worker, self.now)
         self.events += events
         if plan is not None:
             encode(plan)
             self.plans.append(plan)
-            self.queues[worker].append(plan)
+            self.send(plan)
             self.check_plan(plan)
+        if settled and plan is None:
+            self.check_nothing_could_run(worker)
         return plan
+
+    def send(self, plan: StepPlan) -> None:
+        self.queues[plan.worker].append(plan)
 
     def check_plan(self, plan: StepPlan) -> None:
         """Invariant 5."""
@@ -136,14 +142,34 @@ class Box:
         assert rows <= self.limits.max_num_batched_tokens
         assert len(plan.decodes) + len(plan.chunks) <= self.limits.max_num_seqs
 
+    def check_nothing_could_run(self, worker_name: str) -> None:
+        """Invariant 3: with nothing in flight, no plan means that nothing is there that could run.
+
+        Otherwise no result will ever come, nobody asks again, and what is there waits for ever.
+        """
+        worker = self.core.workers[worker_name]
+        if self.core.policy.holds_batch and worker.static_columns is not None:
+            return  # only padding in this slice, since the longest prompt has left: it goes on with the next one
+        assert not len(worker.running), f"{len(worker.running)} sequences run and none has a row"
+        assert not worker.preempted, f"{len(worker.preempted)} preempted sequences have an empty worker and stay out"
+        if self.core.policy.name == "continuous" and not worker.draining:
+            waiting = [sequence.request_id for sequence in self.core._models["m"].queue if worker.can_hold(sequence)]
+            assert not waiting, f"{waiting} wait for an empty worker"
+
     def execute(self, worker: str = "w0") -> StepResult:
         """Run the oldest plan in flight at the worker; its result goes nowhere yet."""
-        plan = self.queues[worker].popleft()
+        return self.run_plan(self.queues[worker].popleft())
+
+    def run_plan(self, plan: StepPlan) -> StepResult:
+        worker = plan.worker
         batch = self.batches[worker]
         step = batch.stage(plan)
         sampled = self.runners[worker].forward(batch, step)
         settled = batch.settle(plan, sampled)
         for _, entry in settled.entries:
+            known = self.submits.get(entry.request_id)
+            if known is not None and entry.attempt < known.attempt:
+                continue  # its gateway has resumed it and listens to the new attempt only
             got = self.delivered.setdefault((entry.request_id, entry.choice), [])
             assert entry.offset == len(got), "invariant 4: in order, each once"
             got += entry.tokens

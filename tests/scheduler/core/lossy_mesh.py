@@ -1,0 +1,437 @@
+"""The mesh in a box on a bus that loses, repeats and delays, with workers that restart and fall silent.
+
+Both ends do what the services do: the worker keeps the production ledger (``worker.ledger``), the scheduler's side
+resends as ``scheduler.pacing`` does and greets, loses and restarts workers as ``scheduler.service`` does. The gateway
+resumes what is lost: it raises the attempt, hands over the tokens it has, and ignores entries of older attempts.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections import Counter, deque
+from dataclasses import dataclass, field
+
+import msgspec
+from known_gaps import raise_if_known, raise_if_stalled
+from mesh_in_a_box import MS, Box
+
+from scheduler.core.core import ResultGap
+from scheduler.core.events import Ended, Failed
+from scheduler.core.sequence import Sequence, Status
+from shared.messages import (
+    Capacity,
+    Need,
+    Outcome,
+    Reset,
+    StepPlan,
+    StepResult,
+    Submit,
+    SubmitReply,
+    decode,
+    encode,
+    pack_tokens,
+)
+from worker.batch import Batch, PlanError
+from worker.ledger import StepLedger
+from worker.simulated import SimulatedRunner, StepTime
+
+MOST_RESENDS = 5  # of one plan, before its batch counts as lost
+ROUGH = (
+    "lose plan", "repeat plan", "lose result", "leave results",
+    "overtake", "repeat result", "foreign result", "restart",
+)  # fmt: skip
+"""What can go wrong in a round."""
+
+REPAIR_EXCHANGES = 4 * MOST_RESENDS
+"""So many exchanges of beats, plans and results repair anything, once the bus loses no more."""
+
+
+@dataclass
+class Wire:
+    """One worker's line: what is under way on it, and what both ends remember."""
+
+    ledger: StepLedger
+    plans: deque[StepPlan | Reset] = field(default_factory=deque)  # on the way to the worker, in order
+    inbox: deque[StepPlan | Reset] = field(default_factory=deque)  # accepted by the worker, not executed
+    results: list[StepResult | Need] = field(default_factory=list)  # on the way to the scheduler, in any order
+    sent: deque[StepPlan] = field(default_factory=deque)  # the scheduler's: plans without a result
+    delivered: list[StepResult] = field(default_factory=list)  # the last results that the scheduler has seen
+    incarnation: int = 1  # that the scheduler talks to
+    resends: int = 0  # of the oldest plan without a result
+    next_step: tuple[int, int] = (0, 1)  # (incarnation, first step it has not seen), of a worker that was lost
+    reset_lost: bool = False  # the worker may still have the batch that the scheduler has given up
+
+
+class LossyBox(Box):
+    def __init__(self, *args: object, **kwargs: int) -> None:
+        self.wires: dict[str, Wire] = {}
+        self.capacities: dict[str, Capacity] = {}
+        self.lost: list[str] = []  # requests to resume
+        self.left: set[tuple[str, int]] = set()  # choices that their clients cancelled, or that were dropped
+        self.accepted: list[tuple[str, int, int]] = []  # (request, attempt, choice)
+        self.ended: Counter[tuple[str, int, int]] = Counter()
+        self.seen: Counter[str] = Counter()  # what happened, by kind
+        self._observed = 0
+        super().__init__(*args, **kwargs)  # type: ignore[arg-type]
+
+    # --- gateway ----------------------------------------------------------------------------------------------------
+
+    def submit(self, submit: Submit, deadline: int = 0) -> SubmitReply:
+        reply = super().submit(submit, deadline)
+        if reply.outcome is Outcome.ACCEPTED:
+            for choice in range(1 if submit.sampling.beam_width else submit.n):
+                if choice not in submit.done_choices:
+                    self.accepted.append((submit.request_id, submit.attempt, choice))
+        return reply
+
+    def cancel(self, request_id: str, choice: int = -1) -> None:
+        submit = self.submits.get(request_id)
+        super().cancel(request_id, choice)
+        if submit is not None:
+            whole = choice == -1 or submit.sampling.beam_width
+            self.left.update((request_id, one) for one in (range(submit.n) if whole else [choice]))
+        elif choice == -1:
+            self.left.update((request_id, one) for one in range(8))  # it overtook its submit
+
+    def observe(self) -> None:
+        """Take note of what the core said since the last time; everything ends at most once."""
+        for event in self.events[self._observed :]:
+            if not isinstance(event, Ended | Failed):
+                continue
+            key = self._key(event.sequence)
+            if event.sequence.group is not None and self.ended[key]:
+                continue  # a search that is cancelled or dropped ends beam by beam
+            self.ended[key] += 1
+            assert self.ended[key] == 1, f"{key} ended twice"
+            if isinstance(event, Failed) and event.kind == "lost":
+                if key[0] not in self.lost:
+                    self.lost.append(key[0])
+            elif isinstance(event, Failed):
+                self.left.add((key[0], key[2]))
+        self._observed = len(self.events)
+
+    def resume(self) -> None:
+        """Resubmit what was lost. What the queue has no place for is tried again the next time."""
+        waiting, self.lost = self.lost, []
+        for request_id in waiting:
+            submit = self.submits[request_id]
+            searches = submit.sampling.beam_width > 0
+            choices = range(1 if searches else submit.n)
+            done = [c for c in choices if (request_id, c) in self.left or (request_id, c) in self.ends]
+            if len(done) == len(choices):
+                continue
+            has = []
+            if not searches:
+                has = [b"" if c in done else pack_tokens(self.delivered.get((request_id, c), [])) for c in choices]
+            again = msgspec.structs.replace(submit, attempt=submit.attempt + 1, resumed=has, done_choices=done)
+            reply = self.submit(again)
+            if reply.outcome is Outcome.ACCEPTED:
+                self.seen["resumed"] += 1
+                self.seen["resumed with tokens"] += any(has)
+            else:
+                assert reply.outcome in (Outcome.QUEUE_FULL, Outcome.NO_WORKER), reply.reason
+                self.lost.append(request_id)
+
+    def check_ends(self) -> None:
+        """Invariant 3: of the last attempt of every request, each choice ended (each once: ``observe``)."""
+        for request_id, attempt, choice in self.accepted:
+            if attempt == self.submits[request_id].attempt and (request_id, choice) not in self.left:
+                key = (request_id, attempt, choice)
+                assert self.ended[key] == 1, f"{key} was accepted and has no end"
+
+    @staticmethod
+    def _key(sequence: Sequence) -> tuple[str, int, int]:
+        choice = 0 if sequence.group is not None else sequence.choice  # a search ends as one
+        return (sequence.request_id, sequence.submit.attempt, choice)
+
+    # --- the scheduler's driver -------------------------------------------------------------------------------------
+
+    def add_worker(self, name: str, cap: Capacity, incarnation: int = 1) -> None:
+        super().add_worker(name, cap, incarnation)
+        self.capacities[name] = cap
+        self.wires[name] = Wire(StepLedger(name, incarnation, epoch=self.core.epoch))
+
+    def knows(self, worker: str) -> bool:
+        return worker in self.core.workers
+
+    def plan(self, worker: str = "w0") -> StepPlan | None:
+        raise_if_known(self.core.workers[worker])
+        return super().plan(worker)
+
+    def check_nothing_could_run(self, worker_name: str) -> None:
+        raise_if_stalled(self.core.workers[worker_name])
+        super().check_nothing_could_run(worker_name)
+
+    def assert_idle(self) -> None:
+        for worker in self.core.workers.values():
+            if worker.pinned_for is not None and worker.pinned_for.status is not Status.WAITING:
+                worker.unpin()  # a known gap: another worker took the blocked head, and this one's pin stays
+        super().assert_idle()
+
+    def send(self, plan: StepPlan) -> None:
+        wire = self.wires[plan.worker]
+        wire.sent.append(plan)
+        wire.plans.append(plan)
+
+    def resend(self, worker: str, step: int) -> None:
+        """The plans from ``step`` on, if the result of ``step`` is still out (``PlanSender.resend``)."""
+        wire = self.wires[worker]
+        if any(plan.step == step for plan in wire.sent):
+            self.seen["resent plans"] += 1
+            wire.plans.extend(plan for plan in wire.sent if plan.step >= step)
+
+    def lose(self, worker: str) -> None:
+        """The worker has been silent for too long, or its batch is not to be trusted."""
+        wire, state = self.wires[worker], self.core.workers[worker]
+        wire.next_step = (state.incarnation, state.next_step)
+        wire.sent.clear()
+        self.events += self.core.worker_lost(worker, "silent", self.now)
+
+    def restart_batch(self, worker: str) -> None:
+        if self.knows(worker):
+            self.lose(worker)
+            self.greet(worker)
+
+    def greet(self, worker: str) -> None:
+        """A beat of an incarnation that the scheduler does not know, or no longer."""
+        wire = self.wires[worker]
+        wire.incarnation = wire.ledger.incarnation
+        first = wire.next_step[1] if wire.next_step[0] == wire.incarnation else 1
+        wire.sent.clear()
+        wire.resends = 0
+        self.events += self.core.worker_up(worker, wire.incarnation, self.capacities[worker], self.now, first)
+        wire.plans.append(Reset(self.core.epoch, worker, wire.incarnation, first))
+
+    def beat(self, worker: str) -> None:
+        """``SchedulerService._meet_worker``, with the time between two resends always up."""
+        wire = self.wires[worker]
+        if not self.knows(worker) or wire.incarnation != wire.ledger.incarnation:
+            self.greet(worker)
+        elif wire.sent and not wire.inbox:
+            wire.resends += 1
+            if wire.resends > MOST_RESENDS:
+                self.seen["batch given up"] += 1
+                self.restart_batch(worker)
+            else:
+                self.resend(worker, wire.sent[0].step)
+
+    def take(self, worker: str, message: StepResult | Need) -> None:
+        """``SchedulerService._on_result``. What is no news must change nothing: the core's whole state is compared."""
+        wire = self.wires[worker]
+        if isinstance(message, Need):
+            if message.incarnation == wire.incarnation and message.epoch == self.core.epoch:
+                self.seen["needs"] += 1
+                self.resend(worker, message.step)
+            return
+        state = self.core.workers.get(worker)
+        why = ""
+        if message.epoch != self.core.epoch:
+            why = "results of another epoch"
+        elif state is None:
+            why = "results of a lost worker"
+        elif message.incarnation != state.incarnation:
+            why = "results of another incarnation"
+        elif not state.in_flight or message.step < state.in_flight[0].step:
+            why = "results repeated or of a lost batch"
+        elif message.step > state.in_flight[0].step:
+            why = "results ahead of a missing one"
+        if why:
+            self.seen[why] += 1
+            before = pickle.dumps(self.core)
+            try:
+                assert self.core.apply(message, self.now) == []
+                assert why != "results ahead of a missing one"
+            except ResultGap as gap:
+                assert state is not None and gap.step == state.in_flight[0].step
+                self.resend(worker, gap.step)
+            assert pickle.dumps(self.core) == before, f"{why} changed something"
+            return
+        self.apply(message)
+        wire.resends = 0
+        while wire.sent and wire.sent[0].step <= message.step:
+            wire.sent.popleft()
+        wire.delivered = [*wire.delivered[-3:], message]
+
+    # --- the worker -------------------------------------------------------------------------------------------------
+
+    def carry(self, worker: str) -> None:
+        """The next message on the way reaches the worker (``WorkerService._on_plan``)."""
+        wire = self.wires[worker]
+        if not wire.plans:
+            return
+        message = wire.plans.popleft()
+        verdict = wire.ledger.offer(message)
+        self.seen["plans for another incarnation"] += verdict.stale
+        if verdict.reset:
+            wire.inbox.append(Reset(message.epoch, worker, message.incarnation, message.step))
+        if verdict.execute is not None:
+            wire.inbox.append(verdict.execute)
+        elif verdict.resend is not None:
+            self.seen["kept results"] += 1
+            wire.results.append(decode(verdict.resend))  # type: ignore[arg-type]
+        elif verdict.need is not None:
+            wire.results.append(verdict.need)
+
+    def work(self, worker: str) -> None:
+        """The step loop takes what is next in its queue."""
+        wire = self.wires[worker]
+        while wire.inbox:
+            item = wire.inbox.popleft()
+            if isinstance(item, Reset):
+                self.batches[worker].clear()
+                wire.reset_lost = False
+                continue
+            if not wire.ledger.current(item):
+                continue
+            try:
+                result = self.run_plan(item)
+            except PlanError:
+                if not wire.reset_lost:
+                    raise
+                self.seen["faults"] += 1
+                self.batches[worker].clear()
+                self.restart_batch(worker)  # (the fault reaches the scheduler at once)
+                return
+            wire.ledger.record(item, encode(result))
+            wire.results.append(result)
+            return
+
+    def crash(self, worker: str) -> None:
+        """The process dies and starts again; its old results are still under way, and the scheduler has no idea."""
+        wire, cap = self.wires[worker], self.capacities[worker]
+        wire.inbox.clear()
+        wire.reset_lost = False
+        wire.ledger = StepLedger(worker, wire.ledger.incarnation + 1, epoch=self.core.epoch)
+        self.batches[worker] = Batch(cap.block_size, cap.num_blocks, cap.max_model_len, frozenset(cap.eos_token_ids))
+        self.runners[worker] = SimulatedRunner(cap, StepTime())
+
+    # --- faults of the bus ------------------------------------------------------------------------------------------
+
+    def lose_plan(self, worker: str) -> None:
+        wire = self.wires[worker]
+        if wire.plans:
+            lost = wire.plans.popleft()
+            wire.reset_lost = wire.reset_lost or isinstance(lost, Reset)
+            self.seen["lost plans"] += 1
+
+    def repeat_plan(self, worker: str) -> None:
+        """A copy of a plan under way, or of one without a result, comes late."""
+        wire = self.wires[worker]
+        plans = [plan for plan in (*wire.plans, *wire.sent) if isinstance(plan, StepPlan)]
+        if plans:
+            wire.plans.append(plans[0])
+            self.seen["repeated plans"] += 1
+
+    def lose_result(self, worker: str) -> None:
+        wire = self.wires[worker]
+        if wire.results:
+            wire.results.pop(0)
+            self.seen["lost results"] += 1
+
+    def deliver(self, worker: str, place: int = 0) -> None:
+        """A result reaches the scheduler; with ``place`` it overtakes others."""
+        wire = self.wires[worker]
+        if wire.results:
+            self.take(worker, wire.results.pop(place % len(wire.results)))
+
+    def repeat_result(self, worker: str, place: int) -> None:
+        """A result is taken once more, or for a first time without leaving the line: the second one is to come."""
+        wire = self.wires[worker]
+        results = [*wire.delivered, *wire.results]
+        if results:
+            self.take(worker, results[place % len(results)])
+
+    def foreign_result(self, worker: str) -> None:
+        """What the scheduler may wait for, but said to the leaders before and after it."""
+        for result in self.wires[worker].results:
+            if isinstance(result, StepResult):
+                for epoch in (result.epoch - 1, result.epoch + 1):
+                    self.take(worker, msgspec.structs.replace(result, epoch=epoch))
+
+    def rough_round(self, worker: str, fault: str) -> None:
+        """One iteration with all the run-ahead that there is, in which one thing goes wrong."""
+        self.now += MS
+        while self.plan(worker) is not None:
+            pass
+        wire = self.wires[worker]
+        if fault == "lose plan":
+            self.lose_plan(worker)
+        elif fault == "repeat plan":
+            self.repeat_plan(worker)
+        while wire.plans:
+            self.carry(worker)
+        self.work(worker)
+        if fault == "leave results":
+            return
+        if fault == "lose result":
+            self.lose_result(worker)
+        elif fault == "repeat result":
+            self.repeat_result(worker, len(wire.delivered))  # the oldest under way, which comes again below
+        elif fault == "foreign result":
+            self.foreign_result(worker)
+        elif fault == "restart":
+            self.crash(worker)
+            self.beat(worker)
+        while wire.inbox and fault == "overtake":
+            self.work(worker)
+        while wire.results:
+            self.deliver(worker, -1 if fault == "overtake" else 0)
+
+    # --- without further faults -------------------------------------------------------------------------------------
+
+    def round(self, worker: str) -> None:
+        """One iteration as it should be, with as much run-ahead as the limits allow."""
+        self.now += MS
+        while self.knows(worker) and self.plan(worker) is not None:
+            pass
+        self._exchange(worker)
+
+    def _exchange(self, worker: str) -> None:
+        wire = self.wires[worker]
+        while wire.plans:
+            self.carry(worker)
+        self.work(worker)
+        while wire.results:
+            self.deliver(worker)
+        self.observe()
+
+    def heal(self) -> None:
+        """The bus loses nothing any more: whatever was lost is made good, within a bounded number of exchanges."""
+        for _ in range(REPAIR_EXCHANGES):
+            for worker, wire in self.wires.items():
+                if not self.knows(worker) or wire.incarnation != wire.ledger.incarnation:
+                    self.beat(worker)
+                self._exchange(worker)
+                if wire.sent and not (wire.inbox or wire.plans):
+                    self.beat(worker)
+            if not any(wire.sent or wire.plans or wire.inbox for wire in self.wires.values()):
+                return
+        raise AssertionError(f"not repaired after {REPAIR_EXCHANGES} exchanges: {self.wires}")
+
+    def most_rounds(self) -> int:
+        """A bound on the rounds in which everything that is live ends, with no further input.
+
+        At worst one sequence after the other runs (the most senior is never preempted), its prompt token by token;
+        a few rounds more for each, in which what was preempted settles, and the window of the dynamic policy.
+        """
+        bound = 0
+        for request_id in self.core.live_requests():
+            submit = self.submits[request_id]
+            alone = len(submit.prompt) // 4 + submit.sampling.max_tokens + 4 + self.core.policy.window_ns // MS
+            bound += alone * max(submit.n, submit.sampling.beam_width)
+        return bound
+
+    def drain(self) -> int:
+        """Repair, resume, and run until all has ended. Returns the rounds it took; fails beyond the bound."""
+        self.heal()
+        rounds = 0
+        while self.core.live_requests() or self.lost:
+            self.resume()
+            bound, taken = self.most_rounds(), 0
+            while self.core.live_requests():
+                assert taken < bound, f"live after {bound} rounds: {self.core.live_requests()}"
+                taken += 1
+                for worker in self.wires:
+                    self.round(worker)
+            rounds += taken
+        return rounds
