@@ -38,6 +38,11 @@ class SchedulerConfig(MeshConfig):
     max_bypass_wait_s: float = option(
         5.0, "how long a head may be blocked before it holds a reservation", check=at_least(0)
     )
+    max_bypass_lead: int = option(
+        32_768,
+        "service (input + 2 x output tokens, by weight) by which a tenant may lead a blocked head's and still pass it",
+        check=at_least(0),
+    )
     priority_aging_s: float = option(
         10.0, "waiting so long raises a request by one priority class; 0: never", check=at_least(0)
     )
@@ -83,6 +88,7 @@ class SchedulerConfig(MeshConfig):
             backfill_window=self.backfill_window,
             max_bypasses=self.max_bypasses,
             max_bypass_wait_ns=int(self.max_bypass_wait_s * 1e9),
+            max_bypass_lead=self.max_bypass_lead,
             priority_aging_ns=int(self.priority_aging_s * 1e9),
             long_context_tokens=self.long_context_tokens,
             long_context_share=self.long_context_share,

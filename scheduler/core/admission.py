@@ -79,7 +79,7 @@ class Admission:
                 if pass_.head is None:
                     break  # another worker takes it
                 continue
-            if pass_.head is None and pass_.too_long(sequence):
+            if pass_.head is None and sequence is not queue.blocked and pass_.too_long(sequence):
                 continue  # isolated, not blocked: it waits for the long ones that run, not for memory
             placement = worker.place(sequence, len(sequence.tokens))
             if sequence is not queue.blocked and pass_.awaits_prefix(sequence, placement):
@@ -96,7 +96,7 @@ class Admission:
             elif pass_.too_long(sequence) or not pass_.may_pass(sequence, placement):
                 continue
             else:
-                pass_.head.bypasses += 1
+                pass_.passed()
                 self._counters.bypasses += 1
             if sequence is queue.blocked:
                 worker.unpin()
@@ -145,8 +145,12 @@ class Admission:
         self._counters.prefix_hits += len(placement.hits) * worker.capacity.block_size
         if sequence.blocked_since:
             self._counters.worst_head_wait_ns = max(self._counters.worst_head_wait_ns, now - sequence.blocked_since)
-        self._fairness.charge_input(sequence.submit.tenant, len(sequence.tokens))
+        if sequence.submit.attempt == 1:  # a resume after a loss is no service, as a preemption is none
+            self._fairness.charge_input(sequence.submit.tenant, len(sequence.tokens))
         join(worker, sequence, placement, draft)
+
+    def lead(self, tenant: str, other: str) -> float:
+        return self._fairness.lead(tenant, other)
 
     # --- the projection's inputs ------------------------------------------------------------------------------------
 
@@ -198,6 +202,8 @@ class _Pass:
         self._shadow = 0
         self._spare = 0
         self._reserved = False
+        self._reserve_next = False
+        self._head_need = 0
         self._long_blocks: int | None = None
         self._committed: int | None = None
         self._prefilling: list[Sequence] | None = None
@@ -212,6 +218,9 @@ class _Pass:
             self._projection.add(candidate, placement.takes)
         if self._prefilling is not None:
             self._prefilling.append(sequence)
+        if self._reserve_next:
+            self._reserve_next = False
+            self._reserve()
         self.free_slots -= max(1, sequence.submit.sampling.beam_width)
         if self._committed is not None:
             self._committed += max(1, sequence.submit.sampling.beam_width) * pages_for(
@@ -242,17 +251,35 @@ class _Pass:
     def set_head(self, head: Sequence, placement: Placement) -> None:
         limits = self._limits
         self.head = head
+        self._head_need = pages_for(len(head.tokens), self._worker.capacity.block_size)
         waited = self._now - head.blocked_since
-        self._reserved = head.bypasses >= limits.max_bypasses or waited >= limits.max_bypass_wait_ns
-        need = pages_for(len(head.tokens), self._worker.capacity.block_size)
-        if self._reserved:
-            self._shadow, self._spare = self._admission.project(self._worker, sure=True).shadow(need, self._limit)
+        if head.bypasses >= limits.max_bypasses or waited >= limits.max_bypass_wait_ns:
+            self._reserve()
         else:
-            self._shadow, self._spare = self._project().shadow(need, self._limit)
+            self._shadow, self._spare = self._project().shadow(self._head_need, self._limit)
+
+    def passed(self) -> None:
+        """A sequence passes the head."""
+        assert self.head is not None
+        self.head.bypasses += 1
+        if not self._reserved and self.head.bypasses >= self._limits.max_bypasses:
+            self._reserve_next = True  # once this one is among those that run
+
+    def _reserve(self) -> None:
+        self._reserved = True
+        sure = self._admission.project(self._worker, sure=True)
+        self._shadow, self._spare = sure.shadow(self._head_need, self._limit)
 
     def may_pass(self, sequence: Sequence, placement: Placement) -> bool:
-        """The backfilling rule. What fits in the spare uses it up."""
+        """The backfilling rule. What fits in the spare uses it up.
+
+        Whose tenant leads the head's by more than ``max_bypass_lead`` does not pass: else a tenant that sends short
+        ones would gain with every head of one that sends long ones, without end.
+        """
         assert self.head is not None
+        tenant, other = sequence.submit.tenant, self.head.submit.tenant
+        if tenant != other and self._admission.lead(tenant, other) > self._limits.max_bypass_lead:
+            return False
         if not self.fits(sequence, placement):
             return False
         max_left = sequence.submit.sampling.max_tokens - sequence.generated

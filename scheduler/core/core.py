@@ -132,10 +132,10 @@ class SchedulerCore(SearchingState):
                 continue
             resumed = unpack_tokens(submit.resumed[choice]) if choice < len(submit.resumed) else []
             seniority = (submit.priority, submit.arrival_ns, submit.request_id, choice)
-            rank = rank_of(self._created + len(sequences))
-            sequences.append(
-                Sequence(submit, choice, tokens + resumed, len(tokens), seniority, now, rank, deadline=deadline)
-            )
+            sequence = Sequence(submit, choice, tokens + resumed, len(tokens), seniority, now, deadline=deadline)
+            sequence.rank = rank_of(self._created + len(sequences))
+            sequence.charged = len(resumed)  # by whoever ran it before
+            sequences.append(sequence)
         request = self._requests[submit.request_id] = RequestState(submit.attempt, sequences, len(sequences))
         if submit.sampling.beam_width:
             assert capacities is not None
@@ -145,8 +145,8 @@ class SchedulerCore(SearchingState):
         self.counters.submitted += 1
         self._created += len(sequences)
         if sequences:
-            if not self.fairness.is_active(submit.tenant):
-                self._settle_service()  # it starts level with the others as they stand now
+            if self.fairness.starts_level(submit.tenant):
+                self._settle_service()  # with the others as they stand now
             self.fairness.arrive(submit.tenant, len(sequences), submit.tenant_weight)
         if deadline:
             self._deadlines.update((id(sequence), sequence) for sequence in sequences)

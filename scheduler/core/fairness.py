@@ -1,7 +1,8 @@
 """Service received per tenant: virtual token counters (VTC; Sheng et al., OSDI 2024).
 
-The tenant with the least service, by weight, is next. A tenant that was idle starts at the least counter of those
-active, so that idleness saves up no claim. Integers, in micro-tokens, so that replays agree.
+The tenant with the least service, by weight, is next. A tenant that had nothing waiting starts level with the least
+counter of those that do (of all others, if none does), so that idleness saves up no claim, nor does a trickle that
+never waits. Integers, in micro-tokens, so that replays agree.
 """
 
 from __future__ import annotations
@@ -16,14 +17,20 @@ class VirtualTokenCounters:
         self._counters: dict[str, int] = {}
         self._weights: dict[str, int] = {}  # percent
         self._active: dict[str, int] = {}  # live sequences per tenant
+        self._waiting: dict[str, int] = {}  # of those, in a queue
 
     def arrive(self, tenant: str, sequences: int, weight_percent: int = 100) -> None:
         """``sequences`` of a tenant become live. The last weight given holds."""
         self._weights[tenant] = max(1, weight_percent)
-        if tenant not in self._active:
-            floor = min((self._counters[other] for other in self._active), default=0)
+        if tenant not in self._waiting:
+            others = self._waiting or [other for other in self._active if other != tenant]
+            floor = min((self._counters[other] for other in others), default=0)
             self._counters[tenant] = max(self._counters.get(tenant, 0), floor)
         self._active[tenant] = self._active.get(tenant, 0) + sequences
+
+    def fork(self, tenant: str) -> None:
+        """A live sequence of the tenant has split in two."""
+        self._active[tenant] += 1
 
     def leave(self, tenant: str) -> None:
         """One live sequence of the tenant ended."""
@@ -40,8 +47,23 @@ class VirtualTokenCounters:
                     del self._counters[other]
                     del self._weights[other]
 
-    def is_active(self, tenant: str) -> bool:
-        return tenant in self._active
+    def starts_level(self, tenant: str) -> bool:
+        """True if an arrival of the tenant would be lifted to the others, which must then be up to date."""
+        return tenant not in self._waiting and len(self._active) > (tenant in self._active)
+
+    def queued(self, tenant: str) -> None:
+        """One sequence of the tenant waits in a queue."""
+        self._waiting[tenant] = self._waiting.get(tenant, 0) + 1
+
+    def unqueued(self, tenant: str) -> None:
+        """One that waited was admitted, or left."""
+        self._waiting[tenant] -= 1
+        if not self._waiting[tenant]:
+            del self._waiting[tenant]
+
+    def lead(self, tenant: str, other: str) -> float:
+        """Service that ``tenant`` has had more than ``other``, by weight, in tokens of a tenant of normal weight."""
+        return (self.counter(tenant) - self.counter(other)) / _SCALE
 
     @property
     def contended(self) -> bool:

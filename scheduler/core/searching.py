@@ -58,13 +58,13 @@ class SearchingState(CoreState):
         child = Sequence(
             submit, choice, list(parent.tokens), parent.prompt_len, (*parent.seniority[:3], choice),
             parent.submitted_ns, worker=worker.name, admitted_ns=now, first_token_ns=now,
-            deadline=parent.deadline, group=group,
+            deadline=parent.deadline, group=group, rank=parent.rank, charged=parent.generated,
         )  # fmt: skip
         self._created += 1
         self.counters.admitted += 1
         self.counters.forks += 1
         self._requests[submit.request_id].live += 1
-        self.fairness.arrive(submit.tenant, 1, submit.tenant_weight)
+        self.fairness.fork(submit.tenant)
         if child.deadline:
             self._deadlines[id(child)] = child
         child.chain, child.chain_root = list(parent.chain), parent.chain_root

@@ -58,6 +58,7 @@ class WaitingQueue:
         tenants.setdefault(sequence.submit.tenant, _Fifo()).push(sequence)
         self._length += 1
         self.changes += 1
+        self._fairness.queued(sequence.submit.tenant)
 
     def remove(self, sequence: Sequence) -> None:
         tenants = self._classes[sequence.submit.priority]
@@ -69,6 +70,7 @@ class WaitingQueue:
                 del self._classes[sequence.submit.priority]
         self._length -= 1
         self.changes += 1
+        self._fairness.unqueued(sequence.submit.tenant)
         if self.blocked is sequence:
             self.blocked = None
 
@@ -113,7 +115,9 @@ class WaitingQueue:
             sequence = tenants[tenant].at(index)
             if sequence is not None:
                 yield sequence
-                cost = self._fairness.input_cost(tenant, len(sequence.tokens))
+                cost = 0
+                if sequence is not self.blocked:  # that one came first, and was charged then or is not served now
+                    cost = self._fairness.input_cost(tenant, len(sequence.tokens))
                 heapq.heappush(turn, (counter + cost, tenant, index + 1))
 
     def position(self, sequence: Sequence) -> int:

@@ -114,7 +114,7 @@ class WatchedCore(SchedulerCore):
         tenant = submit.tenant
         if tenant in self.ledger.weight:  # simulated requests have none of their own
             submit = msgspec.structs.replace(submit, tenant_weight=self.ledger.weight[tenant])
-        if not self.fairness.is_active(tenant) and self.fairness.is_active(self.ledger.other(tenant)):
+        if self.fairness.starts_level(tenant):
             self._look(self._models[submit.model].queue)
             self.ledger.lift(tenant)
         return super().submit(submit, now)
