@@ -5,7 +5,7 @@ Each entry goes when the core is mended; the tests are then as strict as their w
 
 from __future__ import annotations
 
-from scheduler.core.sequence import pages_for
+from scheduler.core.sequence import Status, pages_for
 from scheduler.core.worker_state import WorkerState
 
 
@@ -27,7 +27,14 @@ def raise_if_known(worker: WorkerState) -> None:
 
 
 def raise_if_stalled(worker: WorkerState) -> None:
-    """Raise KnownGap if nothing can grow since each possible victim shares all of its blocks with another."""
+    """Raise KnownGap if nothing can grow since each possible victim shares all of its blocks with another, or nobody
+    can enter since a pin was left behind."""
+    if has_stale_pin(worker):
+        raise KnownGap("another worker took the blocked head, and this one's pin stays")
     victims = list(worker.running)[1:]
     if victims and not any(worker.pool.refs(page) == 1 for sequence in victims for page in sequence.pages):
         raise KnownGap("whoever could be preempted would free nothing alone")
+
+
+def has_stale_pin(worker: WorkerState) -> bool:
+    return worker.pinned_for is not None and worker.pinned_for.status is not Status.WAITING

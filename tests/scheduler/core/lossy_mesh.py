@@ -12,12 +12,12 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 
 import msgspec
-from known_gaps import raise_if_known, raise_if_stalled
+from known_gaps import has_stale_pin, raise_if_known, raise_if_stalled
 from mesh_in_a_box import MS, Box
 
 from scheduler.core.core import ResultGap
 from scheduler.core.events import Ended, Failed
-from scheduler.core.sequence import Sequence, Status
+from scheduler.core.sequence import Sequence
 from shared.messages import (
     Capacity,
     Need,
@@ -164,8 +164,8 @@ class LossyBox(Box):
 
     def assert_idle(self) -> None:
         for worker in self.core.workers.values():
-            if worker.pinned_for is not None and worker.pinned_for.status is not Status.WAITING:
-                worker.unpin()  # a known gap: another worker took the blocked head, and this one's pin stays
+            if has_stale_pin(worker):
+                worker.unpin()
         super().assert_idle()
 
     def send(self, plan: StepPlan) -> None:
