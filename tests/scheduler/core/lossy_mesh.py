@@ -159,8 +159,11 @@ class LossyBox(Box):
         return super().plan(worker)
 
     def check_nothing_could_run(self, worker_name: str) -> None:
-        raise_if_stalled(self.core.workers[worker_name])
-        super().check_nothing_could_run(worker_name)
+        try:
+            super().check_nothing_could_run(worker_name)
+        except AssertionError:
+            raise_if_stalled(self.core.workers[worker_name])
+            raise
 
     def assert_idle(self) -> None:
         for worker in self.core.workers.values():
