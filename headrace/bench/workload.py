@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 
@@ -51,20 +52,39 @@ WORKLOADS = {
 }
 
 
-def shots(workload: Workload, count: int, seed: int, vocab_size: int, rate_per_s: float, longest: int) -> list[Shot]:
-    """``count`` requests. ``rate_per_s`` > 0: Poisson arrivals; 0: all at once (the client's concurrency paces them).
+def endless_shots(
+    workload: Workload, seed: int, vocab_size: int, rate_per_s: float, longest: int, variation: int = 0
+) -> Iterator[Shot]:
+    """Requests without end. ``rate_per_s`` > 0: Poisson arrivals; 0: all at once (the client paces them).
 
-    Prompts are random ids of the lower part of the vocabulary; no two share a prefix, so no cache flatters anybody.
+    Prompts are random ids of the upper part of the vocabulary; no two share a prefix, so no cache flatters anybody.
+    Another ``variation`` has other prompts of the same lengths, in the same order, at times that only scale with the
+    rate: two loads differ in what is to be compared, not in what they ask.
     """
     rng = random.Random(seed)
+    ids = random.Random(f"{seed} {variation}")
+    vocabulary = range(min(1000, vocab_size // 2), vocab_size)
     at = 0.0
-    made = []
-    for _ in range(count):
-        prompt_len, max_tokens = workload.lengths(rng)
-        prompt_len = min(prompt_len, longest - 1)
-        max_tokens = min(max_tokens, longest - prompt_len)
+    while True:
+        prompt_len, max_tokens = _clipped(workload, rng, longest)
+        gap = rng.expovariate(1.0)
         if rate_per_s > 0:
-            at += rng.expovariate(rate_per_s)
-        prompt = [rng.randrange(min(1000, vocab_size // 2), vocab_size) for _ in range(prompt_len)]
-        made.append(Shot(at, prompt, max_tokens))
-    return made
+            at += gap / rate_per_s
+        yield Shot(at, ids.choices(vocabulary, k=prompt_len), max_tokens)
+
+
+def shots(workload: Workload, count: int, seed: int, vocab_size: int, rate_per_s: float, longest: int) -> list[Shot]:
+    """The first ``count`` of :func:`endless_shots`."""
+    return list(itertools.islice(endless_shots(workload, seed, vocab_size, rate_per_s, longest), count))
+
+
+def mean_output_tokens(workload: Workload, seed: int, longest: int, samples: int = 20_000) -> float:
+    """Output tokens that a request asks for, on average, where none is longer than ``longest`` with its prompt."""
+    rng = random.Random(seed)
+    return sum(_clipped(workload, rng, longest)[1] for _ in range(samples)) / samples
+
+
+def _clipped(workload: Workload, rng: random.Random, longest: int) -> tuple[int, int]:
+    prompt_len, max_tokens = workload.lengths(rng)
+    prompt_len = min(prompt_len, longest - 1)
+    return prompt_len, min(max_tokens, longest - prompt_len)
