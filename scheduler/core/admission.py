@@ -205,8 +205,10 @@ class _Pass:
         self._reserve_next = False
         self._head_need = 0
         self._long_blocks: int | None = None
+        self._long_held = False
         self._committed: int | None = None
         self._prefilling: list[Sequence] | None = None
+        self._left_behind: set[str] = set()  # tenants with a sequence that waits for memory
 
     @property
     def _limit(self) -> int:
@@ -251,6 +253,7 @@ class _Pass:
     def set_head(self, head: Sequence, placement: Placement) -> None:
         limits = self._limits
         self.head = head
+        self._left_behind.add(head.submit.tenant)
         self._head_need = pages_for(len(head.tokens), self._worker.capacity.block_size)
         waited = self._now - head.blocked_since
         if head.bypasses >= limits.max_bypasses or waited >= limits.max_bypass_wait_ns:
@@ -271,15 +274,20 @@ class _Pass:
         self._shadow, self._spare = sure.shadow(self._head_need, self._limit)
 
     def may_pass(self, sequence: Sequence, placement: Placement) -> bool:
-        """The backfilling rule. What fits in the spare uses it up.
+        """True if the sequence may enter before the head, and before whoever else this pass leaves waiting.
 
-        Whose tenant leads the head's by more than ``max_bypass_lead`` does not pass: else a tenant that sends short
-        ones would gain with every head of one that sends long ones, without end.
+        Not if its tenant leads one of theirs by more than ``max_bypass_lead``: else a tenant that sends short ones
+        would gain with every head of one that sends long ones, without end.
         """
-        assert self.head is not None
-        tenant, other = sequence.submit.tenant, self.head.submit.tenant
-        if tenant != other and self._admission.lead(tenant, other) > self._limits.max_bypass_lead:
-            return False
+        tenant = sequence.submit.tenant
+        leads = max((self._admission.lead(tenant, one) for one in self._left_behind if one != tenant), default=0)
+        if leads <= self._limits.max_bypass_lead and self._backfills(sequence, placement):
+            return True
+        self._left_behind.add(tenant)
+        return False
+
+    def _backfills(self, sequence: Sequence, placement: Placement) -> bool:
+        """The rule of EASY backfilling. What fits in the spare uses it up."""
         if not self.fits(sequence, placement):
             return False
         max_left = sequence.submit.sampling.max_tokens - sequence.generated
@@ -320,9 +328,12 @@ class _Pass:
 
     def too_long(self, sequence: Sequence) -> bool:
         """Long-context isolation: long ones together hold no more than their share of the blocks while shorter ones
-        wait. Never against the only long one, nor against a head that holds a reservation."""
+        wait. Never against the only long one; nor is the blocked head asked.
+
+        Among themselves they enter in order: else those that fit in the share would keep a longer one out for ever.
+        """
         limits = self._limits
-        if not limits.long_context_tokens or not self._is_long(sequence) or sequence.bypasses >= limits.max_bypasses:
+        if not limits.long_context_tokens or not self._is_long(sequence):
             return False
         worker = self._worker
         if self._long_blocks is None:
@@ -330,7 +341,9 @@ class _Pass:
         if not self._long_blocks:
             return False
         need = pages_for(len(sequence.tokens), worker.capacity.block_size)
-        return self._long_blocks + need > limits.long_context_share * worker.pool.num_blocks
+        share = limits.long_context_share * worker.pool.num_blocks
+        self._long_held = self._long_held or self._long_blocks + need > share
+        return self._long_held
 
     def _is_long(self, sequence: Sequence) -> bool:
         return sequence.prompt_len >= self._limits.long_context_tokens

@@ -1,8 +1,8 @@
 """Service received per tenant: virtual token counters (VTC; Sheng et al., OSDI 2024).
 
 The tenant with the least service, by weight, is next. A tenant that had nothing waiting starts level with the least
-counter of those that do (of all others, if none does), so that idleness saves up no claim, nor does a trickle that
-never waits. Integers, in micro-tokens, so that replays agree.
+counter of those that do (of the last one that did, if none does), so that idleness saves up no claim, nor does a
+trickle that never waits. Integers, in micro-tokens, so that replays agree.
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ class VirtualTokenCounters:
         self._weights: dict[str, int] = {}  # percent
         self._active: dict[str, int] = {}  # live sequences per tenant
         self._waiting: dict[str, int] = {}  # of those, in a queue
+        self._floor = 0  # the level when it was last noted; it never falls
+        self._last_waited = ""  # the last tenant of which nothing waited any more
 
     def arrive(self, tenant: str, sequences: int, weight_percent: int = 100) -> None:
         """``sequences`` of a tenant become live. The last weight given holds."""
         self._weights[tenant] = max(1, weight_percent)
-        if tenant not in self._waiting:
-            others = self._waiting or [other for other in self._active if other != tenant]
-            floor = min((self._counters[other] for other in others), default=0)
-            self._counters[tenant] = max(self._counters.get(tenant, 0), floor)
+        self._counters.setdefault(tenant, 0)
         self._active[tenant] = self._active.get(tenant, 0) + sequences
 
     def fork(self, tenant: str) -> None:
@@ -37,22 +36,25 @@ class VirtualTokenCounters:
         self._active[tenant] -= 1
         if not self._active[tenant]:
             del self._active[tenant]
-            # Only an active tenant's counter is compared with; a passive one's matters until the others pass it.
-            floor = min((self._counters[other] for other in self._active), default=None)
-            if floor is None:
+            if not self._active:
                 self._counters.clear()
                 self._weights.clear()
-            else:
-                for other in [t for t, c in self._counters.items() if t not in self._active and c <= floor]:
-                    del self._counters[other]
-                    del self._weights[other]
+                self._floor = 0
+                return
+            # Only an active tenant's counter is compared with; a passive one's matters until the level passes it.
+            self._floor = self._level()
+            for other in [t for t, c in self._counters.items() if t not in self._active and c <= self._floor]:
+                del self._counters[other]
+                del self._weights[other]
 
     def starts_level(self, tenant: str) -> bool:
-        """True if an arrival of the tenant would be lifted to the others, which must then be up to date."""
+        """True if the tenant, once it waits, is lifted to the others, whose counters must be up to date then."""
         return tenant not in self._waiting and len(self._active) > (tenant in self._active)
 
     def queued(self, tenant: str) -> None:
-        """One sequence of the tenant waits in a queue."""
+        """One sequence of the tenant waits in a queue. If none did before, the tenant starts level."""
+        if tenant not in self._waiting:
+            self._counters[tenant] = max(self.counter(tenant), self._level())
         self._waiting[tenant] = self._waiting.get(tenant, 0) + 1
 
     def unqueued(self, tenant: str) -> None:
@@ -60,6 +62,13 @@ class VirtualTokenCounters:
         self._waiting[tenant] -= 1
         if not self._waiting[tenant]:
             del self._waiting[tenant]
+            if not self._waiting:
+                self._last_waited = tenant
+                self._floor = self._level()
+
+    def _level(self) -> int:
+        """The least counter of those that wait; while none does, that of the last one that did."""
+        return min(map(self.counter, self._waiting), default=max(self._floor, self.counter(self._last_waited)))
 
     def lead(self, tenant: str, other: str) -> float:
         """Service that ``tenant`` has had more than ``other``, by weight, in tokens of a tenant of normal weight."""

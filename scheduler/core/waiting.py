@@ -116,7 +116,8 @@ class WaitingQueue:
             if sequence is not None:
                 yield sequence
                 cost = 0
-                if sequence is not self.blocked:  # that one came first, and was charged then or is not served now
+                # The blocked one came first, and was charged then or is not served now; a resume is never charged.
+                if sequence is not self.blocked and sequence.submit.attempt == 1:
                     cost = self._fairness.input_cost(tenant, len(sequence.tokens))
                 heapq.heappush(turn, (counter + cost, tenant, index + 1))
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from mesh_in_a_box import MS, Box, request
+import pytest
+from mesh_in_a_box import MS, Box, capacity, request
 
 from scheduler.core.events import Failed
 from scheduler.core.fairness import INPUT_WEIGHT, OUTPUT_WEIGHT
 from scheduler.core.limits import Limits
 from scheduler.policies.prefill import share_prefill
-from shared.messages import Outcome
+from shared.messages import Outcome, pack_tokens
 
 
 def limits(**more: object) -> Limits:
@@ -95,6 +96,99 @@ def test_idleness_saves_up_no_claim() -> None:
     assert later.count("a") == 0 and any(name.startswith("a") for name in later[:4])
 
 
+def test_a_trickle_that_never_waits_for_long_saves_up_no_claim() -> None:
+    """Something of it lives at any time, but nothing waits when the next one comes."""
+    box = Box(limits(max_num_seqs=4), num_blocks=400)
+    for index in range(200):
+        box.submit(request(f"flood{index:03}", tenant="flood", arrival_ns=index, max_tokens=8))
+    drops = 0
+    for _ in range(150):
+        if not any(name.startswith("drop") for name in waiting(box)):
+            box.submit(request(f"drop{drops}", tenant="calm", arrival_ns=1000 + drops, prompt_len=1, max_tokens=12))
+            drops += 1
+            while any(name.startswith("drop") for name in waiting(box)):
+                box.step()
+        for _ in range(8):
+            box.step()
+        if drops == 8:
+            break
+    for index in range(30):
+        box.submit(request(f"burst{index:02}", tenant="calm", arrival_ns=2000 + index, max_tokens=8))
+    before = len(starts(box))
+    while len(starts(box)) < before + 16:
+        box.step()
+    burst = sum(name.startswith("burst") for name in starts(box)[before : before + 16])
+    assert 6 <= burst <= 11
+
+
+def test_one_that_comes_while_nobody_waits_starts_level_with_the_last_that_waited() -> None:
+    """Not with the least of those that run: it would have all that the others had before them."""
+    box = Box(limits(max_num_seqs=3), num_blocks=400)
+    box.submit(request("long", tenant="quiet", prompt_len=1, max_tokens=120))
+    for index in range(8):
+        box.submit(request(f"busy{index}", tenant="busy", prompt_len=60, max_tokens=2, arrival_ns=index))
+        for _ in range(4):
+            box.step()
+    before = len(starts(box))
+    for tenant in ("new", "busy"):
+        for index in range(8):
+            order = 100 + index
+            box.submit(request(f"{tenant}-{order}", tenant=tenant, prompt_len=60, max_tokens=2, arrival_ns=order))
+    while len(starts(box)) < before + 8:
+        box.step()
+    assert 3 <= sum(name.startswith("new") for name in starts(box)[before : before + 8]) <= 5
+
+
+def test_a_resume_after_a_loss_is_charged_what_is_new() -> None:
+    box = Box(limits(max_num_seqs=1), num_blocks=400)
+    box.submit(request("r", tenant="t", prompt_len=20, max_tokens=40))
+    for _ in range(12):
+        box.step()
+    box.submit(request("other", tenant="o", prompt_len=2, max_tokens=1, arrival_ns=1))
+    got = list(box.delivered["r", 0])
+    assert len(got) > 5
+    box.queues["w0"].clear()
+    box.events += box.core.worker_lost("w0", "lost", box.now)
+    box.add_worker("w0", capacity(num_blocks=400), incarnation=2)
+    resumed = request("r", tenant="t", prompt_len=20, max_tokens=40, attempt=2, resumed=[pack_tokens(got)])
+    assert box.submit(resumed).outcome is Outcome.ACCEPTED
+    while len(box.delivered["r", 0]) < 30:
+        box.step()
+    assert service(box, "t") == INPUT_WEIGHT * 20 + OUTPUT_WEIGHT * 30
+    box.run()
+    box.assert_idle()
+
+
+def test_resumes_that_are_not_charged_take_no_turn_in_the_order() -> None:
+    box = Box(limits(max_num_seqs=6), num_blocks=400)
+    for index in range(4):
+        for tenant, attempt in (("a", 1), ("b", 2)):
+            box.submit(request(f"{tenant}{index}", tenant=tenant, arrival_ns=index, prompt_len=40, attempt=attempt))
+    box.step()
+    assert starts(box) == ["a0", "b0", "b1", "b2", "b3", "a1"]
+    box.run()
+    box.assert_idle()
+
+
+def test_beams_that_fork_are_not_charged_what_they_inherit() -> None:
+    box = Box(limits(max_num_seqs=4), num_blocks=400)
+    box.submit(request("search", tenant="t", prompt_len=20, max_tokens=30, beams=3))
+    box.submit(request("other", tenant="o", prompt_len=2, max_tokens=100, arrival_ns=1))
+    while box.core.counters.forks < 12:
+        box.step()
+    steps = max(sequence.generated for sequence in box.core.workers["w0"].running if sequence.group is not None)
+    assert steps > 5
+    assert service(box, "t") <= INPUT_WEIGHT * 20 + OUTPUT_WEIGHT * 3 * steps
+    box.run()
+    box.assert_tokens_right()
+
+
+def service(box: Box, tenant: str) -> float:
+    """What the tenant was charged, up to date."""
+    box.core._settle_service()
+    return box.core.fairness.counter(tenant) / 1e6
+
+
 def test_a_deadline_that_cannot_be_made_is_refused_at_submit_and_dropped_in_the_queue() -> None:
     box = Box(limits(max_num_seqs=1), num_blocks=400)
     box.submit(request("first", max_tokens=30))
@@ -126,8 +220,12 @@ def test_a_running_sequence_past_its_deadline_is_dropped_at_once() -> None:
     box.assert_idle()
 
 
-def test_long_contexts_hold_no_more_than_their_share_while_shorter_ones_wait() -> None:
-    made = limits(max_num_seqs=8, long_context_tokens=40, long_context_share=0.5, growth_aware_admission=False)
+@pytest.mark.parametrize("bypasses", [32, 0])
+def test_long_contexts_hold_no_more_than_their_share_while_shorter_ones_wait(bypasses: int) -> None:
+    made = limits(
+        max_num_seqs=8, long_context_tokens=40, long_context_share=0.5, growth_aware_admission=False,
+        max_bypasses=bypasses,
+    )  # fmt: skip
     box = Box(made, num_blocks=40)
     for index in range(4):
         box.submit(request(f"long{index}", prompt_len=44, max_tokens=20, arrival_ns=index))

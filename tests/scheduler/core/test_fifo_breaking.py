@@ -82,6 +82,66 @@ def test_after_so_many_bypasses_the_head_holds_a_reservation(bound: int) -> None
     box.assert_tokens_right()
 
 
+def test_the_reservation_begins_with_the_very_bypass_that_reaches_the_bound() -> None:
+    """Each would outlast the runner, fits in the spare, and comes in one and the same pass."""
+    box = Box(limits(max_bypasses=2, max_num_batched_tokens=1024), num_blocks=200, max_model_len=1000)
+    box.submit(request("runner", prompt_len=640, max_tokens=27, arrival_ns=0))
+    box.step()
+    box.submit(request("big", prompt_len=200, max_tokens=4, arrival_ns=1))
+    for index in range(4):
+        box.submit(request(f"long{index}", prompt_len=2, max_tokens=30, arrival_ns=2 + index))
+    box.run()
+    assert starts(box) == ["runner", "long0", "long1", "big", "long2", "long3"]
+    box.assert_tokens_right()
+    box.assert_idle()
+
+
+@pytest.mark.parametrize(
+    ("passing", "waiting", "least", "most"),
+    [("quick", "", 4, 6), ("heads", "documents", 4, 6), ("heads", "", 16, 20)],
+    ids=["past another's head", "past its own head and another's document", "alone"],
+)
+def test_a_tenant_passes_no_more_than_its_lead_allows(passing: str, waiting: str, least: int, most: int) -> None:
+    """The big head is of the tenant "heads". Each that passes brings 8 + 2 * 2 of service; the lead may be 40."""
+    box = Box(limits(max_bypass_lead=40, max_bypasses=16), num_blocks=22)
+    box.submit(request("runner", prompt_len=40, max_tokens=40, arrival_ns=0, tenant="runs"))
+    box.step()
+    box.submit(request("big", prompt_len=60, max_tokens=4, arrival_ns=1, tenant="heads"))
+    box.step()
+    if waiting:
+        box.submit(request("document", prompt_len=60, max_tokens=4, arrival_ns=2, tenant=waiting))
+    for index in range(20):
+        box.submit(request(f"s{index:02}", prompt_len=8, max_tokens=2, arrival_ns=3 + index, tenant=passing))
+    while "big" not in starts(box):
+        box.step()
+    passed = len(starts(box)) - 2
+    assert least <= passed <= most
+    box.run()
+    box.assert_tokens_right()
+    box.assert_idle()
+
+
+@pytest.mark.parametrize("prompt", [18, 24], ids=["blocked by short ones", "held back by the share"])
+def test_a_long_one_is_not_starved_by_long_ones_that_are_shorter(prompt: int) -> None:
+    """One of them always runs, so that the big one is always over the share of long contexts."""
+    made = limits(max_bypasses=4, long_context_tokens=20, long_context_share=0.5)
+    box = Box(made, num_blocks=100, max_model_len=400)
+    for index in range(3):
+        box.submit(request(f"r{index}", prompt_len=prompt, max_tokens=60, arrival_ns=0))
+    box.step()
+    box.submit(request("big", prompt_len=340, max_tokens=2, arrival_ns=1))
+    for number in range(1500):
+        if "big" in starts(box):
+            break
+        if box.core.num_waiting < 4:
+            box.submit(request(f"s{number}", prompt_len=24, max_tokens=8, arrival_ns=2 + number))
+        box.step()
+    assert number < 150
+    box.run()
+    box.assert_tokens_right()
+    box.assert_idle()
+
+
 def test_b17_small_ones_without_pause_cannot_starve_the_big_one() -> None:
     box = Box(limits(max_bypasses=8), num_blocks=30)
     for index in range(6):
