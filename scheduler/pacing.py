@@ -25,6 +25,8 @@ class WorkerLink:
 
     incarnation: int
     seen: float  # monotonic s
+    first_step: int = 1  # of its batch
+    reset: bytes = b""  # what began it
     sent: deque[tuple[int, bytes]] = field(default_factory=deque)  # (step, payload)
     step_began: float = 0.0  # when the oldest plan in flight is thought to have begun
     sent_at: float = 0.0
@@ -125,9 +127,16 @@ class PlanSender:
         return True
 
     def resend(self, worker: str, step: int) -> None:
-        """Send the plans from ``step`` on again. A request for what has been answered already is stale: ignored."""
+        """Send the plans from ``step`` on again. A request for what has been answered already is stale: ignored.
+
+        A worker that asks for a step before the first of its batch has not had the reset that began it.
+        """
         link = self.links.get(worker)
-        if link is None or not link.awaits(step):
+        if link is None:
+            return
+        if step < link.first_step and link.awaits(link.first_step):
+            self._post(self._subjects.step(worker), link.reset)
+        elif not link.awaits(step):
             return
         for number, payload in link.sent:
             if number >= step:

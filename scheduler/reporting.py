@@ -35,8 +35,9 @@ class Reporter:
         for event in events:
             if isinstance(event, Failed):
                 submit = event.sequence.submit
+                choice = -1 if event.sequence.group is not None else event.sequence.choice  # a search fails as one
                 message = RequestEvent(
-                    self._core.epoch, event.kind, submit.request_id, submit.attempt, event.sequence.choice, event.reason
+                    self._core.epoch, event.kind, submit.request_id, submit.attempt, choice, event.reason
                 )
                 self._post(self._subjects.event(submit.gateway), encode(message))
                 self._metrics.ended.labels("failed").inc()

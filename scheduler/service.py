@@ -269,13 +269,14 @@ class SchedulerService:
         now = time.monotonic_ns()
         known = self._next_steps.get(beat.worker)
         if known is not None and known[0] == beat.incarnation:
-            first_step = max(first_step, known[1])  # a late result of its lost batch must fit no plan of the new one
+            # A late result of its lost batch must fit no plan of the new one; and should the reset be lost, the worker
+            # must miss a step rather than take the plan for the next of the old batch.
+            first_step = max(first_step, known[1] + 1)
         self._plans.forget(beat.worker)
         self._report.carry_out(self._core.worker_up(beat.worker, beat.incarnation, beat.capacity, now, first_step))
-        self._plans.links[beat.worker] = WorkerLink(beat.incarnation, time.monotonic())
-        self._step_out.post(
-            self._subjects.step(beat.worker), encode(Reset(self._core.epoch, beat.worker, beat.incarnation, first_step))
-        )
+        reset = encode(Reset(self._core.epoch, beat.worker, beat.incarnation, first_step))
+        self._plans.links[beat.worker] = WorkerLink(beat.incarnation, time.monotonic(), first_step, reset)
+        self._step_out.post(self._subjects.step(beat.worker), reset)
         log.info("worker %s is ready: %s, %d blocks", beat.worker, beat.capacity.model, beat.capacity.num_blocks)
         self._beat()
         self._plans.pump(beat.worker)

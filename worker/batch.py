@@ -224,7 +224,10 @@ class Batch:
             computed=start.computed,
             num_pages=0,
         )
-        table = start.pages if parent is None else self.tables[parent.index, : parent.num_pages].tolist()
+        if parent is None:
+            table = start.pages
+        else:  # what is written of the parent's; blocks that are reserved for it beyond stay its own
+            table = self.tables[parent.index, : min(parent.num_pages, -(-start.computed // self.block_size))].tolist()
         self._append_pages(slot, table)
         self.slots[start.slot] = slot
 

@@ -31,6 +31,7 @@ class StepLedger:
     incarnation: int
     epoch: int = 0  # highest seen
     expected: int = 1  # next step to accept
+    _began: tuple[int, int] = (0, 0)  # (epoch, first step) of the batch: no two batches share both
     _results: OrderedDict[int, bytes] = field(default_factory=OrderedDict)
 
     def offer(self, message: StepPlan | Reset) -> Verdict:
@@ -39,6 +40,8 @@ class StepLedger:
         if not self.epoch <= message.epoch < MAX_EPOCH:
             return Verdict(stale=True)
         if isinstance(message, Reset):
+            if (message.epoch, message.step) == self._began:
+                return Verdict()  # sent again, or late: this very batch has begun
             self._restart(message.epoch, message.step)
             return Verdict(reset=True)
         fresh = message.epoch > self.epoch
@@ -66,4 +69,5 @@ class StepLedger:
     def _restart(self, epoch: int, step: int) -> None:
         self.epoch = epoch
         self.expected = step
+        self._began = (epoch, step)
         self._results.clear()

@@ -44,13 +44,14 @@ Join = Callable[[WorkerState, Sequence, Placement, PlanDraft], None]
 class Admission:
     def __init__(
         self, limits: Limits, counters: Counters, lengths: OutputLengths, fairness: VirtualTokenCounters,
-        settle_service: Callable[[], None],
+        settle_service: Callable[[], None], unpin: Callable[[Sequence], None],
     ) -> None:  # fmt: skip
         self._limits = limits
         self._counters = counters
         self._lengths = lengths
         self._fairness = fairness
         self._settle_service = settle_service
+        self._unpin = unpin
 
     def admit(
         self, worker: WorkerState, queue: WaitingQueue, draft: PlanDraft, defer: Defer, join: Join, now: int
@@ -99,7 +100,7 @@ class Admission:
                 pass_.passed()
                 self._counters.bypasses += 1
             if sequence is queue.blocked:
-                worker.unpin()
+                self._unpin(sequence)
             chosen.append((sequence, placement))
             self._enter(worker, sequence, placement, draft, join, now)
             pass_.joined(sequence, placement)

@@ -53,7 +53,7 @@ class SchedulerCore(SearchingState):
 
     def __init__(self, limits: Limits, policy: str = "continuous", epoch: int = 1) -> None:
         super().__init__(limits, policy, epoch)
-        admission = Admission(limits, self.counters, self.lengths, self.fairness, self._settle_service)
+        admission = Admission(limits, self.counters, self.lengths, self.fairness, self._settle_service, self._unpin)
         self._continuous = ContinuousPlanner(limits, self.counters, admission)
         self._held = HeldBatchPlanner(limits, self.counters)
 
@@ -86,8 +86,8 @@ class SchedulerCore(SearchingState):
             else:
                 for lost in (sequence, *sequence.children):
                     self._end(lost, EndReason.FAILED.value, now)
-                    self.counters.failed += 1
-                    if lost.group is None or lost is lost.group.members[0]:
+                    if _speaks(lost):
+                        self.counters.failed += 1
                         events.append(Failed(lost, "lost", reason, now))
                 sequence.children = []
         self._models[worker.capacity.model].worker_lost_ns = max(1, now)
@@ -175,8 +175,9 @@ class SchedulerCore(SearchingState):
             if choice in (-1, sequence.choice) and sequence.status not in (Status.ENDED, Status.HELD):
                 self._leave(sequence)
                 self._end(sequence, EndReason.CANCELLED.value, now)
-                self.counters.cancelled += 1
-                events.append(Ended(sequence, EndReason.CANCELLED.value, now))
+                if _speaks(sequence):
+                    self.counters.cancelled += 1
+                    events.append(Ended(sequence, EndReason.CANCELLED.value, now))
         return events
 
     def reconcile(self, gateway: str, live: Iterable[str], before_ns: int, now: int) -> list[CoreEvent]:
@@ -323,7 +324,7 @@ class SchedulerCore(SearchingState):
             if sequence.status is Status.SETTLING and not sequence.in_flight:
                 sequence.become(Status.PREEMPTED)
         for group in searches.values():
-            if len(group.ready) == len(group.members):
+            if len(group.ready) == len(group.members) and all(map(_settled, group.members)):
                 self._search(worker, group, now, events)
         if self.policy.holds_batch and not worker.running:
             self._release_held(worker)
@@ -333,15 +334,17 @@ class SchedulerCore(SearchingState):
         """End what can't make its deadline any more, at once instead of late."""
         events: list[CoreEvent] = []
         for sequence in list(self._deadlines.values()):
-            if sequence.status is Status.HELD:
+            if sequence.status in (Status.HELD, Status.ENDED) or not _speaks(sequence):
                 continue
+            beams = sequence.group.members if sequence.group is not None else [sequence]
             submit = sequence.submit
             needs = 0
-            if sequence.status is not Status.RUNNING:
+            if all(beam.status is not Status.RUNNING for beam in beams):
                 needs = self._predicted_ns(submit.model, len(sequence.tokens), sequence.generated, submit)
             if now + needs > sequence.deadline:
-                self._leave(sequence)
-                self._end(sequence, EndReason.FAILED.value, now)
+                for beam in beams:
+                    self._leave(beam)
+                    self._end(beam, EndReason.FAILED.value, now)
                 self.counters.deadline_drops += 1
                 events.append(Failed(sequence, "dropped", "it can no longer make its deadline", now))
         return events
@@ -369,3 +372,14 @@ class SchedulerCore(SearchingState):
             sequences = sequences[:1]
         for sequence in sequences:
             queue.push(sequence)
+
+
+def _speaks(sequence: Sequence) -> bool:
+    """True if what becomes of the sequence is told: the beams of a search are told of once."""
+    return sequence.group is None or sequence is sequence.group.members[0]
+
+
+def _settled(beam: Sequence) -> bool:
+    """True if the search may go on with the beam: what was planned for it is in, and a beam that came back after a
+    preemption is computed up to its last token (else it would be fed a token for which nobody made room)."""
+    return not beam.in_flight and (beam.status is not Status.RUNNING or not beam.remaining)

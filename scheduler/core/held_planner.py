@@ -63,6 +63,8 @@ class HeldBatchPlanner:
         if not members:
             worker.static_columns = None  # every member was cancelled
             return
+        # Columns that only a cancelled member had are computed for nobody.
+        done = max(done, total - max(len(sequence.tokens) for sequence in worker.running))
         width = min(total - done, self._limits.prefill_chunk_limit, self._limits.max_num_batched_tokens // members)
         for sequence in worker.running:
             real = min(width, max(0, done + width - (total - len(sequence.tokens))))

@@ -49,8 +49,11 @@ class ContinuousPlanner:
             joined = self._resume(worker, draft)
             if admit and not worker.preempted and not worker.draining:
                 joined += self._admission.admit(worker, queue, draft, defer, self._join, now)
-            if not (decodes or prefills or joined or worker.in_flight) and worker.preempted:
-                joined = self._unstall(worker, draft, now, events)
+            if not (decodes or prefills or joined or worker.in_flight):
+                if worker.preempted:
+                    joined = self._unstall(worker, draft, now, events)
+                if not joined:
+                    decodes = self._make_room(worker, draft, now, events)
             for sequence in joined:
                 (decodes if sequence.remaining == 1 else prefills).append(sequence)
         draft.decode_all(decodes)
@@ -236,6 +239,26 @@ class ContinuousPlanner:
         self._join(worker, head, placement, draft)
         return [head]
 
+    def _make_room(
+        self, worker: WorkerState, draft: PlanDraft, now: int, events: list[CoreEvent]
+    ) -> list[Sequence]:  # fmt: skip
+        """Every decode lacks a block, and whoever could be preempted shares all of its own: alone it would free none.
+
+        The least senior leave, one after the other, until the most senior that lacks one has it. Alone it fits.
+        """
+        needy = [sequence for sequence in worker.running if sequence.remaining == 1]
+        if not needy:
+            return []
+        while not worker.pool.num_free and worker.running[len(worker.running) - 1] is not needy[0]:
+            victim = worker.running[len(worker.running) - 1]
+            self._preempt(worker, victim, draft)
+            draft.drop(victim.slot)
+            victim.slot = -1
+            events.append(Preempted(victim, "no_free_block", needy[0].request_id, now))
+        decodes = [sequence for sequence in worker.running if sequence.remaining == 1]
+        self._grow(worker, decodes, [], draft, now, events)
+        return decodes
+
     def _join(self, worker: WorkerState, sequence: Sequence, placement: Placement, draft: PlanDraft) -> None:
         worker.hold(sequence, placement)
         if sequence.host:
@@ -262,8 +285,8 @@ class ContinuousPlanner:
         for child in parent.children:
             room = worker.pool.num_free - len(worker.running) > 0
             if room and worker.occupied < self._limits.max_num_seqs:
-                worker.pool.share(parent.pages)
-                child.pages = list(parent.pages)
+                child.pages = worker.written(parent)
+                worker.pool.share(child.pages)
                 child.registered = parent.registered
                 child.chain, child.chain_root = list(parent.chain), parent.chain_root
                 child.shares_tail = parent.shares_tail = True

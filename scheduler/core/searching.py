@@ -69,8 +69,8 @@ class SearchingState(CoreState):
             self._deadlines[id(child)] = child
         child.chain, child.chain_root = list(parent.chain), parent.chain_root
         if parent.status is Status.RUNNING:
-            worker.pool.share(parent.pages)
-            child.pages = list(parent.pages)
+            child.pages = worker.written(parent)
+            worker.pool.share(child.pages)
             child.scheduled, child.registered = parent.scheduled, parent.registered
             child.shares_tail = parent.shares_tail = True
             child.become(Status.RUNNING)

@@ -132,11 +132,15 @@ class CoreState:
         worker.held.clear()
         worker.static_columns = None
 
+    def _unpin(self, head: Sequence) -> None:
+        """The head is blocked no more: no worker keeps what its cache holds of it."""
+        for worker in self.workers.values():
+            if worker.pinned_for is head:
+                worker.unpin()
+
     def _leave(self, sequence: Sequence) -> None:
         """Take a live sequence out of wherever it is; a slot it has is dropped by the next plan."""
-        for holder in self.workers.values():
-            if holder.pinned_for is sequence:
-                holder.unpin()
+        self._unpin(sequence)
         queue = self._models[sequence.submit.model].queue
         if sequence.children:  # it has not forked yet: the next choice takes its place
             heir, *rest = sequence.children

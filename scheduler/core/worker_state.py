@@ -132,6 +132,10 @@ class WorkerState:
         sequence.scheduled = len(placement.hits) * self.capacity.block_size
         sequence.registered = len(placement.hits)
 
+    def written(self, sequence: Sequence) -> list[int]:
+        """The blocks of the sequence that hold something: what a fork of it shares. It may have more, reserved ones."""
+        return sequence.pages[: pages_for(sequence.scheduled, self.capacity.block_size)]
+
     def pin(self, head: Sequence, blocks: list[int]) -> None:
         """Keep the blocked head's cached prefix from being evicted by those who pass it."""
         self.unpin()

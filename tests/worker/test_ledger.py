@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.messages import Need, Reset, StepPlan
-from worker.ledger import KEPT_RESULTS, StepLedger
+from worker.ledger import KEPT_RESULTS, StepLedger, Verdict
 
 
 def plan(step: int, epoch: int = 1, worker: str = "w", incarnation: int = 7) -> StepPlan:
@@ -74,6 +74,15 @@ def test_a_new_epoch_starts_over_and_fences_queued_plans() -> None:
     ledger.record(queued, b"late")
     assert ledger.offer(plan(1, epoch=2)).execute is not None
     assert ledger.offer(plan(1, epoch=2)).resend is None  # the old epoch's result is not this one's
+
+
+def test_a_reset_that_comes_again_does_not_empty_the_batch_that_it_began() -> None:
+    ledger = started()
+    assert ledger.offer(Reset(2, "w", 7, 5)).reset
+    assert ledger.offer(plan(5, epoch=2)).execute is not None
+    assert ledger.offer(Reset(2, "w", 7, 5)) == Verdict()
+    assert ledger.offer(plan(6, epoch=2)).execute is not None
+    assert ledger.offer(Reset(2, "w", 7, 9)).reset
 
 
 def test_a_new_leader_whose_reset_was_lost_still_resets() -> None:

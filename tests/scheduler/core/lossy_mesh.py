@@ -12,7 +12,6 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 
 import msgspec
-from known_gaps import has_stale_pin, raise_if_known, raise_if_stalled
 from mesh_in_a_box import MS, Box
 
 from scheduler.core.core import ResultGap
@@ -31,7 +30,7 @@ from shared.messages import (
     encode,
     pack_tokens,
 )
-from worker.batch import Batch, PlanError
+from worker.batch import Batch
 from worker.ledger import StepLedger
 from worker.simulated import SimulatedRunner, StepTime
 
@@ -59,7 +58,7 @@ class Wire:
     incarnation: int = 1  # that the scheduler talks to
     resends: int = 0  # of the oldest plan without a result
     next_step: tuple[int, int] = (0, 1)  # (incarnation, first step it has not seen), of a worker that was lost
-    reset_lost: bool = False  # the worker may still have the batch that the scheduler has given up
+    first_step: int = 1  # of the batch that the scheduler knows
 
 
 class LossyBox(Box):
@@ -154,23 +153,6 @@ class LossyBox(Box):
     def knows(self, worker: str) -> bool:
         return worker in self.core.workers
 
-    def plan(self, worker: str = "w0") -> StepPlan | None:
-        raise_if_known(self.core.workers[worker])
-        return super().plan(worker)
-
-    def check_nothing_could_run(self, worker_name: str) -> None:
-        try:
-            super().check_nothing_could_run(worker_name)
-        except AssertionError:
-            raise_if_stalled(self.core.workers[worker_name])
-            raise
-
-    def assert_idle(self) -> None:
-        for worker in self.core.workers.values():
-            if has_stale_pin(worker):
-                worker.unpin()
-        super().assert_idle()
-
     def send(self, plan: StepPlan) -> None:
         wire = self.wires[plan.worker]
         wire.sent.append(plan)
@@ -179,7 +161,13 @@ class LossyBox(Box):
     def resend(self, worker: str, step: int) -> None:
         """The plans from ``step`` on, if the result of ``step`` is still out (``PlanSender.resend``)."""
         wire = self.wires[worker]
-        if any(plan.step == step for plan in wire.sent):
+        awaited = {plan.step for plan in wire.sent}
+        if step < wire.first_step and wire.first_step in awaited:
+            self.seen["resets sent again"] += 1
+            wire.plans.append(Reset(self.core.epoch, worker, wire.incarnation, wire.first_step))
+        elif step not in awaited:
+            return
+        if awaited:
             self.seen["resent plans"] += 1
             wire.plans.extend(plan for plan in wire.sent if plan.step >= step)
 
@@ -199,7 +187,8 @@ class LossyBox(Box):
         """A beat of an incarnation that the scheduler does not know, or no longer."""
         wire = self.wires[worker]
         wire.incarnation = wire.ledger.incarnation
-        first = wire.next_step[1] if wire.next_step[0] == wire.incarnation else 1
+        first = wire.next_step[1] + 1 if wire.next_step[0] == wire.incarnation else 1
+        wire.first_step = first
         wire.sent.clear()
         wire.resends = 0
         self.events += self.core.worker_up(worker, wire.incarnation, self.capacities[worker], self.now, first)
@@ -282,19 +271,10 @@ class LossyBox(Box):
             item = wire.inbox.popleft()
             if isinstance(item, Reset):
                 self.batches[worker].clear()
-                wire.reset_lost = False
                 continue
             if not wire.ledger.current(item):
                 continue
-            try:
-                result = self.run_plan(item)
-            except PlanError:
-                if not wire.reset_lost:
-                    raise
-                self.seen["faults"] += 1
-                self.batches[worker].clear()
-                self.restart_batch(worker)  # (the fault reaches the scheduler at once)
-                return
+            result = self.run_plan(item)
             wire.ledger.record(item, encode(result))
             wire.results.append(result)
             return
@@ -303,7 +283,6 @@ class LossyBox(Box):
         """The process dies and starts again; its old results are still under way, and the scheduler has no idea."""
         wire, cap = self.wires[worker], self.capacities[worker]
         wire.inbox.clear()
-        wire.reset_lost = False
         wire.ledger = StepLedger(worker, wire.ledger.incarnation + 1, epoch=self.core.epoch)
         self.batches[worker] = Batch(cap.block_size, cap.num_blocks, cap.max_model_len, frozenset(cap.eos_token_ids))
         self.runners[worker] = SimulatedRunner(cap, StepTime())
@@ -313,8 +292,7 @@ class LossyBox(Box):
     def lose_plan(self, worker: str) -> None:
         wire = self.wires[worker]
         if wire.plans:
-            lost = wire.plans.popleft()
-            wire.reset_lost = wire.reset_lost or isinstance(lost, Reset)
+            wire.plans.popleft()
             self.seen["lost plans"] += 1
 
     def repeat_plan(self, worker: str) -> None:

@@ -148,8 +148,6 @@ class Box:
         Otherwise no result will ever come, nobody asks again, and what is there waits for ever.
         """
         worker = self.core.workers[worker_name]
-        if self.core.policy.holds_batch and worker.static_columns is not None:
-            return  # only padding in this slice, since the longest prompt has left: it goes on with the next one
         assert not len(worker.running), f"{len(worker.running)} sequences run and none has a row"
         assert not worker.preempted, f"{len(worker.preempted)} preempted sequences have an empty worker and stay out"
         if self.core.policy.name == "continuous" and not worker.draining:
