@@ -40,7 +40,7 @@ class SchedulerConfig(MeshConfig):
     )
     max_bypass_lead: int = option(
         32_768,
-        "service (input + 2 x output tokens, by weight) by which a tenant may lead a blocked head's and still pass it",
+        "service (input + 2 x output tokens, by weight) by which a tenant may lead those it leaves waiting for memory",
         check=at_least(0),
     )
     priority_aging_s: float = option(

@@ -18,7 +18,7 @@ class Limits:
     backfill_window: int = 64  # how many waiting sequences are looked at behind a head that does not fit
     max_bypasses: int = 32  # so many may pass a blocked head before it holds a reservation; 0: strict order
     max_bypass_wait_ns: int = 5_000_000_000  # or so long it may be blocked
-    max_bypass_lead: int = 32_768  # service (see fairness) by which a tenant may lead the head's and still pass it
+    max_bypass_lead: int = 32_768  # service by which a tenant may lead those that it leaves waiting for memory
     priority_aging_ns: int = 10_000_000_000  # waiting so long raises a sequence by one priority class; 0: never
     long_context_tokens: int = 0  # prompts from here on are long; 0: none is
     long_context_share: float = 0.5  # of blocks and prefill budget, that long prompts may hold while shorter ones wait
