@@ -74,6 +74,13 @@ class Sampling(Message, frozen=True):
     beam_width: int = 0  # > 0: beam search with so many beams; temperature and filters do not apply
     length_penalty: float = 1.0  # of beam search: score = log-probability / length ** length_penalty
     want_score: bool = False  # report the cumulative log-probability of each choice at its end (best_of)
+    presence_penalty: float = 0.0  # off the logit of every token that the output has (OpenAI)
+    frequency_penalty: float = 0.0  # off it for each time that the output has it (OpenAI)
+    repetition_penalty: float = 1.0  # of tokens that prompt or output have: positive logits / p, negative ones * p (CTRL)
+    logit_bias: list[tuple[int, float]] = []  # (token id, added to its logit)
+    logprobs: int = -1  # of each output token, with so many alternatives; -1: none. Of the model, before all of the above
+    prompt_logprobs: int = -1  # the same for the prompt's tokens, from the second on
+    grammar: str = ""  # what the output must match, see shared.grammar; empty: anything
 
 
 # --- gateway -> scheduler -------------------------------------------------------------------------------------------
@@ -217,6 +224,15 @@ class WorkerFault(Message, frozen=True, tag="fault"):
 # --- worker -> gateway ----------------------------------------------------------------------------------------------
 
 
+class TokenLogprob(Message, frozen=True):
+    """Of one token: natural log-probabilities under the model, before temperature, penalties and filters."""
+
+    log_prob: float
+    rank: int = 0  # 1: the most probable token
+    top_ids: list[int] = []  # the most probable tokens, best first
+    top_log_probs: list[float] = []
+
+
 class TokenEntry(Message, frozen=True):
     request_id: str
     attempt: int
@@ -226,6 +242,12 @@ class TokenEntry(Message, frozen=True):
     end: str = ""  # an EndReason in the entry that ends the choice, else empty
     count: int = 0  # with ``end``: how many tokens the choice has in all
     log_prob: float = 0.0  # with ``end``, where Sampling asks for it: cumulative log-probability of the choice
+    logprobs: list[TokenLogprob] = []  # one for each of ``tokens``, where Sampling asks for them
+    # Of the prompt's tokens from ``prompt_offset`` (>= 1) on, where Sampling asks for them; may come in several pieces
+    # and before any token of the output.
+    prompt_logprobs: list[TokenLogprob] = []
+    prompt_offset: int = 0
+    cached: int = -1  # in the first entry of a choice: prompt tokens that the prefix cache held at admission
 
 
 class TokenBatch(Message, frozen=True, tag="tokens"):
@@ -285,6 +307,11 @@ class ModelInfo(Message, frozen=True):
     max_model_len: int  # clamped to the KV pool
     vocab_size: int
     workers: int  # ready ones
+    waiting: int = 0  # sequences in the queue
+    waiting_tokens: int = 0  # prompt tokens and max_tokens that wait
+    max_waiting: int = 0  # beyond which the queue is full; 0: not told
+    max_waiting_tokens: int = 0  # the same in tokens; 0: no bound
+    service_rate: float = 0.0  # sequences that left the queue per second, of late; 0: none yet
 
 
 class SchedulerBeat(Message, frozen=True, tag="scheduler_beat"):

@@ -26,6 +26,8 @@ from headrace.bench.workload import Shot, Workload, endless_shots, mean_output_t
 FILLING_SHARE = 1 / 5
 DRAIN_S = 120.0
 WARM_UP_REQUESTS = 4
+PAUSE_S = 0.5
+"""Of the closed loop, after an answer that was none."""
 
 
 @dataclass(frozen=True)
@@ -83,9 +85,9 @@ async def _window(
     fatal: MeshFailed | None = None
     async with asyncio.TaskGroup() as group:
 
-        def send(shot: Shot, due_s: float) -> asyncio.Task[None]:
-            taken.append(Taken(shot.max_tokens, due_s))
-            task = group.create_task(client.ask(shot, taken[-1]))
+        def send(shot: Shot, one: Taken) -> asyncio.Task[None]:
+            taken.append(one)
+            task = group.create_task(client.ask(shot, one))
             open_now.add(task)
             task.add_done_callback(open_now.discard)
             return task
@@ -94,11 +96,14 @@ async def _window(
             for shot in load:
                 due_s = began + shot.at_s
                 await asyncio.sleep(max(0.0, due_s - time.perf_counter()))
-                send(shot, due_s)
+                send(shot, Taken(shot.max_tokens, due_s))
 
         async def one_after_another() -> None:
             for shot in load:
-                await send(shot, time.perf_counter())
+                one = Taken(shot.max_tokens, time.perf_counter())
+                await send(shot, one)
+                if one.error:  # a queue shorter than the loop, most likely: do not hammer at it
+                    await asyncio.sleep(PAUSE_S)
 
         senders = [group.create_task(one_after_another()) for _ in range(concurrency)] or [
             group.create_task(at_their_times())
