@@ -1,7 +1,7 @@
 """What an output must match, as it travels in :attr:`shared.messages.Sampling.grammar`. Owns the format and the limits.
 
-The gateway refuses what the engine (llguidance) cannot take before it is submitted; the worker builds a matcher for each
-slot from the same text. Both use :func:`engine_grammar` and :data:`ENGINE_LIMITS`, so that what one takes the other
+The gateway refuses what the engine (llguidance) cannot take before it is submitted; the worker builds a matcher for
+each slot from the same text. Both use :func:`engine_grammar` and :data:`ENGINE_LIMITS`, so that what one takes the other
 takes. Nothing here needs the engine itself.
 """
 
@@ -35,10 +35,19 @@ WHITESPACE = r"\n[ \t]{0,40}| {1,2}"
 
 
 class Grammar(msgspec.Struct, frozen=True):
-    """``value`` by ``kind``: the schema as an object; nothing; a regular expression; a list of texts; a Lark grammar."""
+    """``value`` by ``kind``: a schema (an object); nothing; a regular expression; a list of texts; a Lark grammar."""
 
     kind: Kind
     value: dict[str, Any] | str | list[str] | None = None
+
+
+_VALUE_TYPES: dict[Kind, type] = {
+    "json_schema": dict,
+    "json_object": type(None),
+    "regex": str,
+    "choice": list,
+    "lark": str,
+}
 
 
 def encode_grammar(grammar: Grammar) -> str:
@@ -54,8 +63,7 @@ def decode_grammar(text: str) -> Grammar:
         grammar = msgspec.json.decode(text, type=Grammar)
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise BadMessage(f"grammar: {error}") from None
-    expected = {"json_schema": dict, "json_object": type(None), "regex": str, "choice": list, "lark": str}
-    if not isinstance(grammar.value, expected[grammar.kind]):
+    if not isinstance(grammar.value, _VALUE_TYPES[grammar.kind]):
         raise BadMessage(f"grammar: the value of {grammar.kind} is a {type(grammar.value).__name__}")
     return grammar
 
@@ -65,7 +73,7 @@ def engine_grammar(grammar: Grammar) -> str:
     value = grammar.value
     part: dict[str, Any]
     if grammar.kind in ("json_schema", "json_object"):
-        schema = dict(value) if isinstance(value, dict) else {"type": "object"}
+        schema: dict[str, Any] = dict(value) if isinstance(value, dict) else {"type": "object"}
         schema["x-guidance"] = {"whitespace_flexible": True, "whitespace_pattern": WHITESPACE}
         part = {"json_schema": schema}
     elif grammar.kind == "regex":
