@@ -18,13 +18,13 @@ from starlette.types import Receive, Scope, Send
 from gateway.body import ClientGone, parse_json, read_body
 from gateway.choice_text import ChoiceText
 from gateway.config import GatewayConfig
+from gateway.decoding import Decoding
 from gateway.dispatch import Dispatch, Part
 from gateway.endpoints import Endpoint, Request, WriterContext
 from gateway.errors import ApiError, unavailable
 from gateway.flight import Flight
 from gateway.ledger import RequestRecord
 from gateway.metrics import GatewayMetrics
-from gateway.parameters import Decoding
 from gateway.responses import client_request_id, header, send_error, send_whole
 from gateway.tokenizer import PromptTokenizer
 from gateway.writers import Writer

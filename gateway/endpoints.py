@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from gateway.config import GatewayConfig
+from gateway.decoding import Decoding
 from gateway.flight import Flight
 from gateway.parameters import (
     DEFAULT_MAX_TOKENS,
     ChatRequest,
     CompletionRequest,
-    Decoding,
     parse_chat,
     parse_completion,
     parse_generate,

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from gateway.body import parse_json
+from gateway.chat_messages import ChatMessage
 from gateway.config import GatewayConfig
 from gateway.errors import ApiError
-from gateway.parameters import ChatMessage, parse_chat, parse_completion, parse_generate
+from gateway.parameters import parse_chat, parse_completion, parse_generate
 from shared.messages import ModelInfo
 
 LIMITS = GatewayConfig(max_n=8, max_prompts=4, max_choices=12)
