@@ -1,8 +1,9 @@
-"""What an output must match, as it travels in :attr:`shared.messages.Sampling.grammar`. Owns the format and the limits.
+"""What a grammar is on the wire, how big one may be, and the text that the engine compiles.
 
-The gateway refuses what the engine (llguidance) cannot take before it is submitted; the worker builds a matcher for
-each slot from the same text. Both use :func:`engine_grammar` and :data:`ENGINE_LIMITS`, so that what one takes the other
-takes. Nothing here needs the engine itself.
+``Sampling.grammar`` is the JSON text of a :class:`Grammar`. A gateway compiles it before it accepts a request, the
+worker compiles it again for its own tokenizer; both compile :func:`engine_text` under :data:`ENGINE_LIMITS`, so that
+what the one accepts the other takes. The engine is `llguidance <https://github.com/guidance-ai/llguidance>`_; nothing
+here imports it.
 """
 
 from __future__ import annotations
@@ -12,86 +13,103 @@ from typing import Any, Literal
 
 import msgspec
 
-from shared.messages import BadMessage
+MAX_GRAMMAR_BYTES = 64 * 1024
+"""Of a grammar's JSON text. It travels with every start of a sequence, so it is kept well below a message's size."""
 
-Kind = Literal["json_schema", "json_object", "regex", "choice", "lark"]
+MAX_CHOICES = 1000
 
-MAX_GRAMMAR_BYTES = 64 << 10
-"""Of the encoded grammar. It travels in every submit and in every plan that starts a slot."""
+MAX_WHITESPACE = 16
+"""Between two parts of a JSON text. Without a bound, a model may pad with spaces until its max_tokens."""
 
-ENGINE_LIMITS: dict[str, Any] = {
-    "max_items_in_row": 2000,
-    "initial_lexer_fuel": 1_000_000,  # some 20 ms
-    "step_lexer_fuel": 200_000,  # some 15 ms for a mask
-    "step_max_items": 50_000,  # some 3 ms for a mask
-    "max_lexer_states": 20_000,  # 1 to 2 kB each
-    "max_grammar_size": 50_000,
-    "verbose_errors": False,  # an error must not quote the client's grammar into a log
+ENGINE_LIMITS: dict[str, int | bool] = {
+    "max_items_in_row": 2_000,
+    "initial_lexer_fuel": 1_000_000,  # some 20 ms of compiling
+    "step_lexer_fuel": 200_000,  # some 15 ms of one step's mask
+    "step_max_items": 50_000,  # some 3 ms of one step's mask
+    "max_lexer_states": 50_000,  # 1 to 2 kB each
+    "max_grammar_size": 200_000,
+    "verbose_errors": False,  # errors reach logs and clients: nothing of what was generated in them
 }
-"""Keyword arguments of ``llguidance.LLParserLimits``; times are those that llguidance's documentation gives."""
-
-WHITESPACE = r"\n[ \t]{0,40}| {1,2}"
-"""Between the tokens of constrained JSON: compact, ``", "``, or indented. Unbounded, a model may emit it for ever."""
+"""Arguments of llguidance's ``LLParserLimits``: they bound the time and memory of one grammar, compiled or run."""
 
 
-class Grammar(msgspec.Struct, frozen=True):
-    """``value`` by ``kind``: a schema (an object); nothing; a regular expression; a list of texts; a Lark grammar."""
-
-    kind: Kind
-    value: dict[str, Any] | str | list[str] | None = None
+class GrammarError(ValueError):
+    """No grammar that can be compiled; the message is for the client, one line."""
 
 
-_VALUE_TYPES: dict[Kind, type] = {
-    "json_schema": dict,
-    "json_object": type(None),
-    "regex": str,
-    "choice": list,
-    "lark": str,
-}
+class Grammar(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """``value``: a schema (object) of ``json_schema``, nothing for ``json_object``, the pattern of ``regex`` (the whole
+    output must match it), the strings of ``choice``, the text of ``lark`` (llguidance's dialect, its rule ``start``).
+    """
+
+    kind: Literal["json_schema", "json_object", "regex", "choice", "lark"]
+    value: Any = None
 
 
 def encode_grammar(grammar: Grammar) -> str:
-    """JSON text, the order of an object's keys kept (it is the order in which a model is made to write them)."""
-    return msgspec.json.encode(grammar).decode()
+    """The text for ``Sampling.grammar``. Raises GrammarError if it is no grammar or too big."""
+    engine_text(grammar)
+    try:
+        text = json.dumps({"kind": grammar.kind, "value": grammar.value}, ensure_ascii=False, separators=(",", ":"))
+        size = len(text.encode())
+    except (ValueError, TypeError, RecursionError) as error:  # UnicodeEncodeError is a ValueError
+        raise GrammarError(f"the grammar is no JSON: {type(error).__name__}") from None
+    if size > MAX_GRAMMAR_BYTES:
+        raise GrammarError(f"the grammar has {size} bytes; {MAX_GRAMMAR_BYTES} are allowed")
+    return text
 
 
 def decode_grammar(text: str) -> Grammar:
-    """The inverse of :func:`encode_grammar`; BadMessage for what is none or is too long."""
-    if len(text.encode("utf-8", "replace")) > MAX_GRAMMAR_BYTES:
-        raise BadMessage(f"a grammar of more than {MAX_GRAMMAR_BYTES} bytes")
+    """The inverse of :func:`encode_grammar`. Raises GrammarError."""
     try:
-        grammar = msgspec.json.decode(text, type=Grammar)
+        return msgspec.json.decode(text, type=Grammar)
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-        raise BadMessage(f"grammar: {error}") from None
-    if not isinstance(grammar.value, _VALUE_TYPES[grammar.kind]):
-        raise BadMessage(f"grammar: the value of {grammar.kind} is a {type(grammar.value).__name__}")
-    return grammar
+        raise GrammarError(f"the grammar can't be read: {type(error).__name__}") from None
 
 
-def engine_grammar(grammar: Grammar) -> str:
-    """``grammar`` as llguidance's ``LLMatcher`` takes it (its JSON form of a list of grammars)."""
-    value = grammar.value
-    part: dict[str, Any]
-    if grammar.kind in ("json_schema", "json_object"):
-        schema: dict[str, Any] = dict(value) if isinstance(value, dict) else {"type": "object"}
-        schema["x-guidance"] = {"whitespace_flexible": True, "whitespace_pattern": WHITESPACE}
-        part = {"json_schema": schema}
-    elif grammar.kind == "regex":
-        part = {"lark_grammar": f"start: /{_slashes_escaped(str(value))}/"}
-    elif grammar.kind == "choice":
-        part = {"lark_grammar": "start: " + " | ".join(json.dumps(text) for text in value or ())}
-    else:
-        part = {"lark_grammar": value}
-    return json.dumps({"grammars": [part]})
+def engine_text(grammar: Grammar) -> str:
+    """What llguidance's ``LLMatcher`` takes. Raises GrammarError if ``value`` is not of its kind's type."""
+    kind, value = grammar.kind, grammar.value
+    if kind == "json_object":
+        return _engine({"json_schema": _with_options({"type": "object"})})
+    if kind == "json_schema":
+        if not isinstance(value, dict):
+            raise GrammarError("a JSON schema must be an object")
+        return _engine({"json_schema": _with_options(value)})
+    if kind == "choice":
+        if not isinstance(value, list) or not value or not all(isinstance(one, str) for one in value):
+            raise GrammarError("choice must be a list of strings, at least one")
+        if len(value) > MAX_CHOICES:
+            raise GrammarError(f"{len(value)} choices; {MAX_CHOICES} are allowed")
+        # one terminal, not one rule per string: the parser's rows stay short
+        return _engine({"lark_grammar": "start: CHOICE\nCHOICE: " + " | ".join(json.dumps(one) for one in value)})
+    if not isinstance(value, str):
+        raise GrammarError(f"{kind} must be a string")
+    return _engine({"lark_grammar": f"start: /{_escape_slashes(value)}/" if kind == "regex" else value})
 
 
-def _slashes_escaped(regex: str) -> str:
-    """``regex`` for use between slashes: each slash that no backslash precedes gets one; line feeds are spelled out."""
+def _engine(grammar: dict[str, Any]) -> str:
+    try:
+        return json.dumps({"grammars": [grammar]})
+    except (ValueError, TypeError, RecursionError) as error:
+        raise GrammarError(f"the grammar is no JSON: {type(error).__name__}") from None
+
+
+def _with_options(schema: dict[str, Any]) -> dict[str, Any]:
+    """With the compiler's options as we want them, whatever the client put there."""
+    return {**schema, "x-guidance": {"whitespace_pattern": f"[ \\n\\r\\t]{{0,{MAX_WHITESPACE}}}"}}
+
+
+def _escape_slashes(pattern: str) -> str:
+    """A pattern as it stands between two slashes on one line."""
     out: list[str] = []
     escaped = False
-    for char in regex:
+    for char in pattern:
         if char == "/" and not escaped:
-            out.append("\\")
-        out.append("\\n" if char == "\n" and not escaped else "n" if char == "\n" else char)
+            out.append("\\/")
+        elif char in "\n\r":  # after a backslash this is an escaped newline too: \n
+            out.append(("" if escaped else "\\") + ("n" if char == "\n" else "r"))
+        else:
+            out.append(char)
         escaped = char == "\\" and not escaped
     return "".join(out)
