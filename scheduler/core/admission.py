@@ -18,7 +18,7 @@ from scheduler.core.fairness import VirtualTokenCounters
 from scheduler.core.lengths import OutputLengths
 from scheduler.core.limits import Limits
 from scheduler.core.projection import Growing, Projection
-from scheduler.core.sequence import Sequence, pages_for
+from scheduler.core.sequence import Lack, Sequence, pages_for
 from scheduler.core.waiting import WaitingQueue
 from scheduler.core.worker_state import Placement, WorkerState
 
@@ -60,34 +60,48 @@ class Admission:
         limits = self._limits
         chosen: list[tuple[Sequence, Placement]] = []
         pass_ = _Pass(self, worker, now)
-        if pass_.free_slots <= 0 or self._full_lately(worker, queue):
+        if pass_.free_slots <= 0:
+            worker.lack = (Lack.SLOTS, "")
+            return []
+        if self._full_lately(worker, queue):
             return []
         if self._fairness.contended:
             self._settle_service()
         looked = 0
         awaiting = False
+        worker.lack = (Lack.TURN, "")
         for sequence in queue.order(now):
-            if pass_.free_slots <= 0 or looked > limits.backfill_window:
+            if pass_.free_slots <= 0:
+                worker.lack = (Lack.SLOTS, "")
+                break
+            if looked > limits.backfill_window:
                 break
             looked += 1
             if max(1, sequence.submit.sampling.beam_width) > pass_.free_slots:
+                worker.lack = (Lack.SLOTS, sequence.request_id)
                 break  # a search waits for slots for all of its beams
             if draft.plan_is_full(len(sequence.tokens), limits.max_plan_start_bytes):
+                worker.lack = (Lack.MESSAGE, sequence.request_id)
                 break
             if not worker.can_hold(sequence):
                 continue  # it waits for a larger worker, and nobody here holds it up
             if defer(worker, sequence):
                 if pass_.head is None:
+                    worker.lack = (Lack.WORKER, sequence.request_id)
                     break  # another worker takes it
                 continue
             if pass_.head is None and sequence is not queue.blocked and pass_.too_long(sequence):
+                sequence.waits_for(Lack.LONG, "", now)
                 continue  # isolated, not blocked: it waits for the long ones that run, not for memory
             placement = worker.place(sequence, len(sequence.tokens))
-            if sequence is not queue.blocked and pass_.awaits_prefix(sequence, placement):
+            if sequence is not queue.blocked and (other := pass_.computes_prefix_of(sequence, placement)) is not None:
                 awaiting = True  # not blocked either: by the next plans most of its prompt will be cached
+                sequence.waits_for(Lack.PREFIX, other.request_id, now)
                 continue
             if pass_.head is None:
                 if not pass_.fits(sequence, placement):
+                    worker.lack = (Lack.BLOCKS, sequence.request_id)
+                    sequence.waits_for(Lack.BLOCKS, "", now)
                     if not self.block(worker, queue, sequence, placement, now):
                         break
                     pass_.set_head(sequence, placement)
@@ -95,6 +109,7 @@ class Admission:
                         break
                     continue
             elif pass_.too_long(sequence) or not pass_.may_pass(sequence, placement):
+                sequence.waits_for(Lack.HEAD, pass_.head.request_id, now)
                 continue
             else:
                 pass_.passed()
@@ -306,8 +321,8 @@ class _Pass:
     def _prefill_steps(self, sequence: Sequence) -> int:
         return -(-len(sequence.tokens) // self._limits.prefill_chunk_limit)
 
-    def awaits_prefix(self, sequence: Sequence, placement: Placement) -> bool:
-        """True if a running prefill is about to compute at least half of what the sequence would have to compute.
+    def computes_prefix_of(self, sequence: Sequence, placement: Placement) -> Sequence | None:
+        """The running prefill, if any, that is about to compute at least half of what the sequence would have to.
 
         Equal prompts that come together are then computed once: the first one is, and the others join when they can
         hit its blocks. They lose nothing, since those tokens share one budget in any case.
@@ -316,15 +331,21 @@ class _Pass:
         hits = len(placement.hits)
         rest = len(sequence.tokens) - hits * size
         if not self._worker.prefix_caching or rest < SHARED_PREFILL_TOKENS:
-            return False
+            return None
         if self._prefilling is None:
             self._prefilling = [one for one in self._worker.running if one.remaining > 1]
         wanted = -(-max(SHARED_PREFILL_TOKENS, rest // 2) // size)  # blocks in common, beyond the hits
         last = hits + wanted - 1  # hashes are chained: if these blocks are equal, so are all before them
         chain = sequence.chain
-        return last < len(chain) and any(
-            last < len(one.chain) and one.chain[last] == chain[last] and one.registered <= last
-            for one in self._prefilling
+        if last >= len(chain):
+            return None
+        return next(
+            (
+                one
+                for one in self._prefilling
+                if last < len(one.chain) and one.chain[last] == chain[last] and one.registered <= last
+            ),
+            None,
         )
 
     def too_long(self, sequence: Sequence) -> bool:

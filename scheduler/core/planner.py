@@ -12,7 +12,7 @@ from scheduler.core.admission import Admission, Defer
 from scheduler.core.draft import PlanDraft
 from scheduler.core.events import CoreEvent, Counters, Preempted
 from scheduler.core.limits import Limits
-from scheduler.core.sequence import Sequence, Status, pages_for
+from scheduler.core.sequence import Lack, Sequence, Status, pages_for
 from scheduler.core.step_time import attention_pairs
 from scheduler.core.waiting import WaitingQueue
 from scheduler.core.worker_state import Placement, WorkerState
@@ -46,8 +46,10 @@ class ContinuousPlanner:
                 del decodes[max(0, limits.max_num_batched_tokens - need) :]
         preempted = self._grow(worker, decodes, prefills, draft, now, events)
         if not preempted:
-            joined = self._resume(worker, draft)
-            if admit and not worker.preempted and not worker.draining:
+            joined = self._resume(worker, draft, now)
+            if worker.preempted:
+                worker.lack = (Lack.PREEMPTED, worker.preempted[0].request_id)
+            elif admit and not worker.draining:
                 joined += self._admission.admit(worker, queue, draft, defer, self._join, now)
             if not (decodes or prefills or joined or worker.in_flight):
                 if worker.preempted:
@@ -183,12 +185,13 @@ class ContinuousPlanner:
         victim.become(Status.SETTLING if victim.in_flight else Status.PREEMPTED)
         worker.add_preempted(victim)
 
-    def _resume(self, worker: WorkerState, draft: PlanDraft) -> list[Sequence]:
+    def _resume(self, worker: WorkerState, draft: PlanDraft, now: int) -> list[Sequence]:
         """Preempted sequences, the most senior first, each once its recompute and some growth fit."""
         joined: list[Sequence] = []
         while worker.preempted:
             sequence = worker.preempted[0]
             if sequence.group is None and worker.occupied >= self._limits.max_num_seqs:
+                sequence.waits_for(Lack.SLOTS, "", now)
                 break  # (a beam's slot is kept for it)
             if sequence.status is not Status.PREEMPTED:
                 break  # its tokens are not all known yet; nobody less senior overtakes it
@@ -199,6 +202,7 @@ class ContinuousPlanner:
             if placement.takes + growth > worker.pool.num_free and worker.unpin():
                 placement = self._return_placement(worker, sequence)  # it comes before the blocked head's prefix
             if placement.takes + growth > worker.pool.num_free:
+                sequence.waits_for(Lack.BLOCKS, "", now)
                 break
             worker.preempted.pop(0)
             self._counters.resumed_hits += len(placement.hits) * worker.capacity.block_size

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import Enum, StrEnum
 
 from scheduler.core.beams import BeamSearch
 from shared.messages import Submit
@@ -27,6 +27,24 @@ _NEXT: dict[Status, frozenset[Status]] = {
     Status.HELD: frozenset({Status.ENDED}),
     Status.ENDED: frozenset(),
 }
+
+
+class Lack(StrEnum):
+    """What a sequence waits for, as the scheduler last saw it. One closed set, for records, spans and people."""
+
+    TURN = "turn"  # those before it in the queue
+    SLOTS = "slots"  # every place in the batch is taken
+    BLOCKS = "blocks"  # KV blocks for its prompt, or for what all are expected to grow by
+    HEAD = "head"  # it fits, but would hold up the blocked head of the queue
+    PREEMPTED = "preempted"  # preempted sequences come back first
+    PREFIX = "prefix"  # another sequence is computing most of its prompt
+    LONG = "long contexts"  # long contexts hold their share
+    WORKER = "worker"  # another worker is to take it
+    MESSAGE = "message"  # the plan carries all the prompts that fit in one message
+
+
+MOST_CAUSES = 64
+"""Changes of cause that are remembered of one sequence."""
 
 Seniority = tuple[int, int, str, int]
 """(priority, original arrival ns, request id, choice): smaller is more senior. A total order without ties."""
@@ -72,6 +90,14 @@ class Sequence:
     group: BeamGroup | None = None  # beam search: the beams it belongs to
     children: list[Sequence] = field(default_factory=list)  # choices that fork from it once its prompt is computed
     end_reason: str = ""
+    causes: list[tuple[int, str, str]] = field(default_factory=list)  # (since ns, Lack, request in the way), as changed
+
+    def waits_for(self, lack: Lack, by: str, now: int) -> None:
+        """Note why it waits, if that has changed."""
+        if self.causes and self.causes[-1][1:] == (lack, by):
+            return
+        if len(self.causes) < MOST_CAUSES:
+            self.causes.append((now, lack, by))
 
     @property
     def request_id(self) -> str:

@@ -95,6 +95,10 @@ class WorkerState:
     pinned_for: Sequence | None = None  # the blocked head whose cached prefix must not be evicted
     pinned: list[int] = field(default_factory=list)
     num_pinned: int = 0  # of those, blocks that only the pin keeps from being had
+    lack: tuple[str, str] = (
+        "",
+        "",
+    )  # (Lack, request id): what those that wait waited for at the last look; empty: none
     full_look: tuple[int, int, int] | None = None  # (step, changes of the queue, releases) when admission left off
     _roots: dict[str, bytes] = field(default_factory=dict)  # cache salt -> root of its hash chains
     _free_host: list[int] | None = None
