@@ -59,6 +59,10 @@ class SchedulerConfig(MeshConfig):
     )  # fmt: skip
     prefill_chunk_limit: int = option(512, "most prompt tokens of one sequence in one iteration", check=at_least(1))
     max_num_queued_reqs: int = option(1024, "most waiting sequences; more are refused with 429", check=at_least(1))
+    max_num_queued_tokens: int = option(
+        0, "most waiting tokens, prompts and max_tokens together; more are refused with 429; 0: no bound",
+        check=at_least(0),
+    )  # fmt: skip
     admission_watermark: float = option(
         0.02, "share of the KV blocks kept free when a sequence is admitted", check=between(0, 0.5)
     )
@@ -94,5 +98,6 @@ class SchedulerConfig(MeshConfig):
             long_context_share=self.long_context_share,
             target_itl_ns=int(self.target_itl_ms * 1e6),
             max_num_queued_reqs=self.max_num_queued_reqs,
+            max_num_queued_tokens=self.max_num_queued_tokens,
             admission_watermark=self.admission_watermark,
         )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+import msgspec
+
 from observability.tracing import Tracing
 from scheduler.core.admissible import max_model_len
 from scheduler.core.core import SchedulerCore
@@ -76,7 +78,10 @@ class Reporter:
         )  # fmt: skip
 
     def beat(self, scheduler: str, draining: bool) -> SchedulerBeat:
-        """The scheduler's presence: epoch, models with their limits, load."""
+        """The scheduler's presence: epoch, models with their limits and queues, load.
+
+        The bounds of the queue are over all models: each is told what the others leave to it.
+        """
         core = self._core
         models: dict[str, ModelInfo] = {}
         for worker in core.workers.values():
@@ -89,6 +94,18 @@ class Reporter:
                 max(longest, known.max_model_len if known else 0),
                 min(capacity.vocab_size, known.vocab_size if known else capacity.vocab_size),
                 (known.workers if known else 0) + (not worker.draining),
+            )
+        for name, info in models.items():
+            queue = core.queue_of(name)
+            room = core.limits.max_num_queued_reqs - core.num_waiting
+            room_tokens = core.limits.max_num_queued_tokens - core.waiting_tokens
+            models[name] = msgspec.structs.replace(
+                info,
+                waiting=queue.waiting,
+                waiting_tokens=queue.tokens,
+                max_waiting=max(1, queue.waiting + room),
+                max_waiting_tokens=max(1, queue.tokens + room_tokens) if core.limits.max_num_queued_tokens else 0,
+                service_rate=round(queue.service_rate, 3),
             )
         pools = [worker.pool for worker in core.workers.values()]
         return SchedulerBeat(

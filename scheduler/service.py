@@ -44,7 +44,9 @@ from shared.subjects import Subjects
 
 log = logging.getLogger("headrace.scheduler")
 
-BEAT_S = 0.5
+BEAT_S = 0.25  # between beats that tell something new
+REST_BEAT_S = 1.0  # between beats that do not
+FLIP_BEAT_S = 0.02  # least time from any beat to one that tells that the queue is full, or no longer
 TICK_S = 0.25
 ROLL_CALL_S = 0.3
 ORPHAN_AGE_NS = 3_000_000_000  # a request that its gateway's beats still lack after so long is an orphan
@@ -81,6 +83,10 @@ class SchedulerService:
         self._leader_seen = -1e9  # monotonic s of the last beat of another leader
         self._leading = False
         self._deposed = ""
+        self._told: SchedulerBeat | None = None  # the last beat
+        self._told_s = -1e9  # when, monotonic s
+        self._told_full = False
+        self._flip_timer: asyncio.TimerHandle | None = None
         self._draining = False
         self._unix_offset_ns = time.time_ns() - time.monotonic_ns()
         self._report = Reporter(self._core, self._subjects, self._out.post, metrics, tracing, self._unix_offset_ns)
@@ -131,6 +137,8 @@ class SchedulerService:
             self._beat()
             for task in tasks:
                 task.cancel()
+        if self._flip_timer is not None:
+            self._flip_timer.cancel()
         self._plans.close()
         await self._out.drain()
 
@@ -153,6 +161,7 @@ class SchedulerService:
         if reply.outcome not in (Outcome.ACCEPTED, Outcome.DUPLICATE):
             self._metrics.refusals.labels(reply.outcome.value).inc()
         self._plans.pump_all()
+        self._tell_if_full()
 
     def _on_cancel(self, payload: bytes, _: str) -> None:
         message = self._decode(payload)
@@ -160,6 +169,7 @@ class SchedulerService:
             now = time.monotonic_ns()
             self._report.carry_out(self._core.cancel(message.request_id, message.attempt, message.choice, now))
             self._plans.pump_all()
+            self._tell_if_full()
 
     def _on_result(self, payload: bytes, _: str) -> None:
         message = self._decode(payload)
@@ -190,6 +200,7 @@ class SchedulerService:
         self._plans.pump(message.worker)
         if len(self._plans.links) > 1:
             self._plans.pump_all()
+        self._tell_if_full()
 
     def _on_beat(self, payload: bytes, _: str) -> None:
         message = self._decode(payload)
@@ -238,7 +249,7 @@ class SchedulerService:
         if link is not None and link.incarnation == beat.incarnation:
             link.seen = time.monotonic()
             if beat.state is WorkerState.DRAINING:
-                self._core.worker_draining(beat.worker)
+                self._drain_worker(beat.worker)
             elif beat.executing_us > self._config.step_timeout_s * 1e6:
                 self._lose(beat.worker, f"a step has run for {beat.executing_us / 1e6:.0f} s", "stuck")
             elif not beat.executing and link.sent and time.monotonic() - link.sent_at > RESEND_AFTER_S:
@@ -256,6 +267,12 @@ class SchedulerService:
                 self._greet(beat)
         elif link is not None:  # it restarted and is loading again
             self._lose(beat.worker, "its worker restarted", "restart")
+
+    def _drain_worker(self, worker: str) -> None:
+        state = self._core.workers.get(worker)
+        if state is not None and not state.draining:
+            self._core.worker_draining(worker)
+            self._beat()
 
     def _greet(self, beat: WorkerBeat) -> None:
         assert beat.capacity is not None
@@ -353,12 +370,32 @@ class SchedulerService:
             self._report.observe()
 
     async def _beats(self) -> None:
+        """Four beats a second while anything changes, else one."""
         while True:
-            if self._leading:
+            if self._leading and (
+                time.monotonic() - self._told_s >= REST_BEAT_S
+                or self._told != self._report.beat(self._name, self._draining)
+            ):
                 self._beat()
             await asyncio.sleep(BEAT_S)
 
     def _beat(self) -> None:
         if self._leading:
-            beat = self._report.beat(self._name, self._draining)
-            self._out.post(self._subjects.beat("scheduler", self._name), encode(beat))
+            self._told = self._report.beat(self._name, self._draining)
+            self._told_s = time.monotonic()
+            self._told_full = self._core.queue_full
+            self._out.post(self._subjects.beat("scheduler", self._name), encode(self._told))
+
+    def _tell_if_full(self) -> None:
+        """Tell gateways at once that the queue has become full, or no longer is: they refuse by what they were told."""
+        if self._core.queue_full == self._told_full or self._flip_timer is not None:
+            return
+        wait_s = self._told_s + FLIP_BEAT_S - time.monotonic()
+        if wait_s <= 0:
+            self._beat()
+        else:  # a queue that is full half of the time must not beat at every step
+            self._flip_timer = asyncio.get_running_loop().call_later(wait_s, self._flip)
+
+    def _flip(self) -> None:
+        self._flip_timer = None
+        self._tell_if_full()

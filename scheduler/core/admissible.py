@@ -17,12 +17,13 @@ def max_model_len(capacity: Capacity, limits: Limits) -> int:
 
 
 def judge(
-    submit: Submit, capacities: Sequence[Capacity] | None, num_waiting: int, limits: Limits
+    submit: Submit, capacities: Sequence[Capacity] | None, num_waiting: int, limits: Limits, waiting_tokens: int = 0
 ) -> tuple[Outcome, str, list[int]]:
     """(outcome, reason, prompt tokens). ``capacities`` are those of the model's live workers; None: no such model.
 
-    A request whose worst case, prompt + max_tokens - 1 KV entries, exceeds every pool is refused: it would hang alone,
-    later.
+    ``num_waiting`` sequences wait, with ``waiting_tokens`` prompt tokens and max_tokens. All choices of a request find
+    room in the queue, or none; what exceeds the bound on tokens by itself may wait if nothing else does. A request
+    whose worst case, prompt + max_tokens - 1 KV entries, exceeds every pool is refused: it would hang alone, later.
     """
     if capacities is None:
         return Outcome.UNKNOWN_MODEL, f"no worker has served the model {submit.model!r}", []
@@ -53,6 +54,10 @@ def judge(
         total <= c.max_model_len and beams * pages_for(total - 1, c.block_size) <= c.num_blocks for c in capacities
     ):
         return Outcome.NEVER_FITS, f"{total} tokens need more KV blocks than any worker's pool has", []
-    if num_waiting + (1 if sampling.beam_width else submit.n) > limits.max_num_queued_reqs:
+    sequences = 1 if sampling.beam_width else submit.n
+    if num_waiting + sequences > limits.max_num_queued_reqs:
         return Outcome.QUEUE_FULL, f"{num_waiting} requests are waiting already", []
+    need = len(tokens) + sampling.max_tokens * (sampling.beam_width or submit.n)
+    if waiting_tokens and limits.max_num_queued_tokens and waiting_tokens + need > limits.max_num_queued_tokens:
+        return Outcome.QUEUE_FULL, f"{waiting_tokens} tokens are waiting already", []
     return Outcome.ACCEPTED, "", tokens

@@ -33,6 +33,7 @@ from shared.messages import (
     SubmitReply,
     unpack_tokens,
 )
+from shared.retry import retry_after_s
 
 
 class ResultGap(Exception):
@@ -113,16 +114,16 @@ class SchedulerCore(SearchingState):
             capacities = [
                 w.capacity for w in self.workers.values() if w.capacity.model == submit.model and not w.draining
             ]
-        outcome, reason, tokens = judge(submit, capacities, self.num_waiting, self.limits)
+        outcome, reason, tokens = judge(submit, capacities, self.num_waiting, self.limits, self.waiting_tokens)
         if outcome is Outcome.ACCEPTED and submit.sampling.beam_width and self.policy.holds_batch:
             outcome, reason = Outcome.INVALID, f"no beam search with the policy {self.policy.name}"
         if outcome is Outcome.ACCEPTED and deadline:
-            left_ms = (deadline - now - self._predicted_ns(submit.model, len(tokens), 0, submit)) // 1_000_000
+            needs = self._queued_ns(submit) + self._predicted_ns(submit.model, len(tokens), 0, submit)
+            left_ms = (deadline - now - needs) // 1_000_000
             if left_ms < 0:
                 outcome, reason = Outcome.DEADLINE, f"it is predicted to miss its deadline by {-left_ms} ms"
         if outcome is not Outcome.ACCEPTED:
-            retry_ms = 1000 if outcome in (Outcome.QUEUE_FULL, Outcome.NO_WORKER) else 0
-            return SubmitReply(outcome, self.epoch, reason, retry_after_ms=retry_ms)
+            return SubmitReply(outcome, self.epoch, reason, retry_after_ms=self._retry_after_ms(outcome, submit))
         if known is not None:
             self.cancel(submit.request_id, known.attempt, -1, now)
         queue = self._models[submit.model].queue
@@ -248,6 +249,7 @@ class SchedulerCore(SearchingState):
             del self._requests[request_id]
         events = self._drop_late(now)
         for name, model in self._models.items():
+            model.rate.observe(model.queue.left, len(model.queue) > 0, now)
             if not model.worker_lost_ns or now - model.worker_lost_ns <= self.limits.no_worker_grace_ns:
                 continue
             model.worker_lost_ns = 0
@@ -348,6 +350,21 @@ class SchedulerCore(SearchingState):
                 self.counters.deadline_drops += 1
                 events.append(Failed(sequence, "dropped", "it can no longer make its deadline", now))
         return events
+
+    def _retry_after_ms(self, outcome: Outcome, submit: Submit) -> int:
+        if outcome is Outcome.NO_WORKER:
+            return 1000
+        if outcome is not Outcome.QUEUE_FULL:
+            return 0
+        rate = self._models[submit.model].rate.per_s
+        return 1000 * retry_after_s(self.queue_of(submit.model).waiting, rate, submit.request_id)
+
+    def _queued_ns(self, submit: Submit) -> int:
+        """How long a newcomer is expected to wait at the least; 0 as long as no service was measured."""
+        model = self._models[submit.model]
+        if submit.attempt > 1 or not model.rate.per_s:  # a resumed one takes the place of its first arrival
+            return 0
+        return int(1e9 * model.queue.surely_ahead(submit.priority, submit.tenant) / model.rate.per_s)
 
     def _predicted_ns(self, model: str, tokens: int, generated: int, submit: Submit) -> int:
         """How long a sequence is expected to take from admission to its end, on the quickest worker.

@@ -27,6 +27,7 @@ class Limits:
     swap: bool = True  # where a worker sets host memory aside: move a victim's blocks there if that is cheaper
     run_ahead: int = 2  # plans in flight per worker
     max_num_queued_reqs: int = 1024  # waiting sequences
+    max_num_queued_tokens: int = 0  # prompt and max_tokens that wait, unless nothing else does; 0: no bound
     admission_watermark: float = 0.02  # share of the pool kept free at admissions, never against the only sequence
     max_plan_start_bytes: int = 512 * 1024  # prompt bytes that join in one plan: keeps a plan under max_payload
     tombstone_ns: int = 60_000_000_000  # how long a cancel that overtook its submit, or a finished id, is remembered

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from scheduler.core.events import Counters
 from scheduler.core.fairness import VirtualTokenCounters
 from scheduler.core.lengths import OutputLengths
 from scheduler.core.limits import Limits
 from scheduler.core.sequence import Sequence, Status
+from scheduler.core.service_rate import ServiceRate
 from scheduler.core.waiting import WaitingQueue
 from scheduler.core.worker_state import WorkerState
 from scheduler.policies.batching import BATCHING_POLICIES
@@ -26,7 +27,15 @@ class RequestState:
 @dataclass(slots=True)
 class ModelState:
     queue: WaitingQueue
+    rate: ServiceRate = field(default_factory=ServiceRate)
     worker_lost_ns: int = 0  # when it last lost a worker; 0: since then everything that waits was seen to fit another
+
+
+@dataclass(frozen=True, slots=True)
+class QueueFigures:
+    waiting: int  # sequences, with the choices that will fork from one that waits or is being prefilled
+    tokens: int  # prompts and max_tokens
+    service_rate: float  # sequences that leave the queue per second while somebody waits; 0: not measured yet
 
 
 class CoreState:
@@ -51,6 +60,28 @@ class CoreState:
     def num_waiting(self) -> int:
         """Waiting sequences, with the choices that will fork from one that waits or is being prefilled."""
         return self._created - self.counters.admitted - self._ended_waiting
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Prompt tokens and max_tokens of what waits."""
+        return sum(model.queue.tokens for model in self._models.values())
+
+    @property
+    def queue_full(self) -> bool:
+        """Not one more sequence, or not one more token, is taken."""
+        limits = self.limits
+        return self.num_waiting >= limits.max_num_queued_reqs or (
+            0 < limits.max_num_queued_tokens <= self.waiting_tokens
+        )
+
+    def queue_of(self, model: str) -> QueueFigures:
+        """What waits for one model."""
+        state = self._models[model]
+        waiting = sum(1 + len(sequence.children) for sequence in state.queue)
+        for worker in self.workers.values():
+            if worker.capacity.model == model:
+                waiting += sum(len(sequence.children) for sequence in worker.sequences())
+        return QueueFigures(waiting, state.queue.tokens, state.rate.per_s)
 
     @property
     def num_running(self) -> int:

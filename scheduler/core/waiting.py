@@ -43,6 +43,9 @@ class WaitingQueue:
         self._classes: dict[int, dict[str, _Fifo]] = {}
         self._length = 0
         self.changes = 0  # how often anything came or left
+        self.left = 0  # sequences that left, with the choices that fork from them
+        self.tokens = 0  # prompts and max_tokens of all choices that wait
+        self._tokens_of: dict[Seniority, int] = {}  # as counted at the push: choices may be cancelled meanwhile
         self.blocked: Sequence | None = None  # the head that failed to fit, until it is admitted or leaves
 
     def __len__(self) -> int:
@@ -58,6 +61,10 @@ class WaitingQueue:
         tenants.setdefault(sequence.submit.tenant, _Fifo()).push(sequence)
         self._length += 1
         self.changes += 1
+        sampling = sequence.submit.sampling
+        choices = (1 + len(sequence.children)) * (sampling.beam_width or 1)
+        tokens = self._tokens_of[sequence.seniority] = sequence.prompt_len + choices * sampling.max_tokens
+        self.tokens += tokens
         self._fairness.queued(sequence.submit.tenant)
 
     def remove(self, sequence: Sequence) -> None:
@@ -70,6 +77,8 @@ class WaitingQueue:
                 del self._classes[sequence.submit.priority]
         self._length -= 1
         self.changes += 1
+        self.left += 1 + len(sequence.children)
+        self.tokens -= self._tokens_of.pop(sequence.seniority)
         self._fairness.unqueued(sequence.submit.tenant)
         if self.blocked is sequence:
             self.blocked = None
@@ -120,6 +129,14 @@ class WaitingQueue:
                 if sequence is not self.blocked and sequence.submit.attempt == 1:
                     cost = self._fairness.input_cost(tenant, len(sequence.tokens))
                 heapq.heappush(turn, (counter + cost, tenant, index + 1))
+
+    def surely_ahead(self, priority: int, tenant: str) -> int:
+        """How many come before a newcomer: those of better classes, and its tenant's in its own class."""
+        ahead = sum(
+            len(fifo.keys) for other, tenants in self._classes.items() if other < priority for fifo in tenants.values()
+        )
+        own = self._classes.get(priority, {}).get(tenant)
+        return ahead + (len(own.keys) if own is not None else 0)
 
     def position(self, sequence: Sequence) -> int:
         """How many of its own class and tenant stand before it, and all of better classes."""
