@@ -190,7 +190,7 @@ class AnswerApp:
                     writer = self._endpoint.writer(
                         request, WriterContext(flight, visit.arrival_ns // 1_000_000_000, model.name)
                     )
-                    if request.stream:
+                    if request.delivery.stream:
                         await self._stream(send, writer, visit)
                     else:
                         await self._reply(send, writer, visit, request.decoding)
@@ -230,7 +230,8 @@ class AnswerApp:
                 arrival_ns=visit.arrival_ns,
                 n=decoding.samples,
                 prompt_index=index,
-                cache_salt=request.cache_salt,
+                cache_salt=request.delivery.cache_salt,
+                priority=request.delivery.priority,
                 traceparent=visit.span.traceparent,
             )
             for index, prompt in enumerate(prompts)

@@ -1,7 +1,9 @@
-"""The messages of a chat: roles and contents, in the forms in which clients send them."""
+"""A conversation, and how it becomes a prompt: messages in the forms in which clients send them, and the template's
+switches."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,6 +17,27 @@ class ChatMessage:
     content: str
 
 
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """What is rendered by the model's chat template."""
+
+    messages: tuple[ChatMessage, ...]
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    template_kwargs: tuple[tuple[str, bool | str], ...] = ()
+
+
+MAX_TEMPLATE_KWARGS = 8
+_SWITCH_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
+_SWITCH_TEXT = re.compile(r"[A-Za-z0-9_.-]{0,64}")
+# What a template is given besides switches, and the parameters of transformers' apply_chat_template.
+_TEMPLATE_NAMES = frozenset({
+    "messages", "conversation", "conversations", "tools", "documents", "chat_template", "tokenize", "padding",
+    "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs",
+    "add_generation_prompt", "continue_final_message", "bos_token", "eos_token", "unk_token", "pad_token", "sep_token",
+    "cls_token", "mask_token", "additional_special_tokens", "raise_exception", "strftime_now",
+})  # fmt: skip
+
 # Fields of a message that may be absent, or present and empty, as in answers that clients send back.
 _EMPTY_MESSAGE_FIELDS = {"tool_calls": ([],), "annotations": ([],), "refusal": ("",)}
 _ROLES: dict[str, Literal["system", "user", "assistant"]] = {
@@ -25,7 +48,37 @@ _ROLES: dict[str, Literal["system", "user", "assistant"]] = {
 }
 
 
-def read_messages(value: Any) -> tuple[ChatMessage, ...]:
+def read_chat(fields: Fields) -> Chat:
+    messages = _messages(fields.required("messages"))
+    continue_final_message = fields.boolean("continue_final_message", False)
+    add_generation_prompt = fields.boolean("add_generation_prompt", not continue_final_message)
+    if continue_final_message and add_generation_prompt:
+        raise invalid(
+            "'add_generation_prompt' and 'continue_final_message' exclude each other", "continue_final_message"
+        )
+    if continue_final_message and messages[-1].role != "assistant":
+        raise invalid("'continue_final_message' needs a final message of the assistant", "continue_final_message")
+    return Chat(messages, add_generation_prompt, continue_final_message, _template_kwargs(fields))
+
+
+def _template_kwargs(fields: Fields) -> tuple[tuple[str, bool | str], ...]:
+    """Switches for the model's own template, such as ``enable_thinking``. Nothing that could be a template, or text
+    that spells a control token."""
+    value = fields.raw("chat_template_kwargs")
+    if value is None:
+        return ()
+    name = "chat_template_kwargs"
+    if not isinstance(value, dict) or len(value) > MAX_TEMPLATE_KWARGS:
+        raise invalid(f"'{name}' must be an object of at most {MAX_TEMPLATE_KWARGS} entries", name)
+    for key, switch in value.items():
+        if not _SWITCH_NAME.fullmatch(key) or key in _TEMPLATE_NAMES:
+            raise invalid(f"'{name}' may not set {key!r:.40}", name)
+        if not isinstance(switch, bool) and not (isinstance(switch, str) and _SWITCH_TEXT.fullmatch(switch)):
+            raise invalid(f"'{name}.{key}' must be true, false or a word", name)
+    return tuple(value.items())
+
+
+def _messages(value: Any) -> tuple[ChatMessage, ...]:
     if not isinstance(value, list) or not value:
         raise invalid("'messages' must be a list with at least one message", "messages")
     return tuple(_message(item, f"messages[{index}]") for index, item in enumerate(value))

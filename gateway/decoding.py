@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from gateway.config import GatewayConfig
 from gateway.errors import ApiError, invalid
 from gateway.fields import Fields
+from gateway.report import Report
 from shared.messages import ModelInfo, Sampling
 
 MAX_TOKENS_CEILING = 1 << 31  # larger integers are no lengths; below it the model's own limit is named
 MAX_STOP_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 256
+MAX_LOGIT_BIASES = 300  # as OpenAI
 _INT64 = 1 << 63
 
 
@@ -22,7 +25,7 @@ class Decoding:
     """How the answer is generated, as the client asked; what depends on the model is settled by :meth:`bind`."""
 
     n: int
-    max_tokens: int | None  # None: the endpoint's default
+    max_tokens: int | None  # None: the endpoint's default; 0: only the prompt is looked at
     seed: int  # 0 <= seed < 2**63, the client's or drawn at arrival
     temperature: float
     top_p: float
@@ -36,6 +39,12 @@ class Decoding:
     best_of: int  # choices made, of which the best n are given
     beam_width: int  # 0: no beam search
     length_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    repetition_penalty: float
+    logit_bias: tuple[tuple[int, float], ...]
+    logprobs: int  # alternatives per output token; -1: no log-probabilities
+    prompt_logprobs: int  # the same for the prompt
 
     @property
     def samples(self) -> int:
@@ -68,12 +77,11 @@ class Decoding:
             )
         if self.min_tokens > max_tokens:
             raise invalid(f"'min_tokens' {self.min_tokens} is more than max_tokens {max_tokens}", "min_tokens")
-        for token in self.stop_token_ids:
-            if token >= model.vocab_size:
-                raise invalid(f"'stop_token_ids' has {token}; ids end at {model.vocab_size - 1}", "stop_token_ids")
+        _check_ids("stop_token_ids", self.stop_token_ids, model)
+        _check_ids("logit_bias", (token for token, _ in self.logit_bias), model)
         return Sampling(
             seed=self.seed,
-            max_tokens=max_tokens,
+            max_tokens=max(1, max_tokens),  # a forward pass over the prompt gives one token, wanted or not
             temperature=self.temperature,
             top_p=self.top_p,
             top_k=0 if self.top_k >= model.vocab_size else self.top_k,
@@ -84,11 +92,17 @@ class Decoding:
             beam_width=self.beam_width,
             length_penalty=self.length_penalty,
             want_score=self.best_of > self.n and not self.beam_width,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            repetition_penalty=self.repetition_penalty,
+            logit_bias=list(self.logit_bias),
+            logprobs=self.logprobs,
+            prompt_logprobs=self.prompt_logprobs,
         )
 
 
 def read_decoding(
-    fields: Fields, limits: GatewayConfig, prompts: int, max_tokens: Any, max_tokens_name: str
+    fields: Fields, limits: GatewayConfig, prompts: int, max_tokens: int | None, report: Report
 ) -> Decoding:
     n = fields.integer("n", 1, 1, limits.max_n)
     best_of = n if fields.raw("best_of") is None else fields.integer("best_of", n, 1, limits.max_n)
@@ -100,7 +114,7 @@ def read_decoding(
     seed = fields.optional_integer("seed", -_INT64, _INT64 - 1)
     return Decoding(
         n=n,
-        max_tokens=read_max_tokens(max_tokens, max_tokens_name),
+        max_tokens=max_tokens,
         seed=secrets.randbits(63) if seed is None else seed & (_INT64 - 1),
         temperature=fields.number("temperature", 1.0, 0.0, 2.0),
         top_p=fields.number("top_p", 1.0, 0.0, 1.0, above=True),
@@ -114,25 +128,38 @@ def read_decoding(
         best_of=best_of,
         beam_width=best_of if beam_search else 0,
         length_penalty=fields.number("length_penalty", 1.0, -10.0, 10.0),
+        presence_penalty=fields.number("presence_penalty", 0.0, -2.0, 2.0),
+        frequency_penalty=fields.number("frequency_penalty", 0.0, -2.0, 2.0),
+        repetition_penalty=fields.number("repetition_penalty", 1.0, 0.0, 2.0, above=True),
+        logit_bias=_logit_bias(fields.raw("logit_bias")),
+        logprobs=report.logprobs,
+        prompt_logprobs=report.from_the_mesh,
     )
 
 
-def check_ranked(decoding: Decoding, stream: bool) -> None:
-    """Choices that are ranked at their end cannot be streamed before it."""
-    if stream and decoding.beam_width:
+def check_combination(decoding: Decoding, stream: bool) -> None:
+    """Refuse what cannot go together, by the name of the field that asks for it."""
+    if stream and decoding.beam_width:  # choices that are ranked at their end cannot be streamed before it
         raise invalid("'use_beam_search' cannot be streamed: which beam is best shows at the end", "stream")
     if stream and decoding.best_of > decoding.n:
         raise invalid("'best_of' over n cannot be streamed: which choice is best shows at the end", "stream")
+    if not decoding.beam_width:
+        return
+    for name, asked in (
+        ("presence_penalty", decoding.presence_penalty != 0),
+        ("frequency_penalty", decoding.frequency_penalty != 0),
+        ("repetition_penalty", decoding.repetition_penalty != 1),
+        ("logit_bias", bool(decoding.logit_bias)),
+        ("logprobs", decoding.logprobs >= 0),
+        ("prompt_logprobs", decoding.prompt_logprobs >= 0),
+    ):
+        if asked:
+            raise invalid(f"'{name}' cannot go with 'use_beam_search'", name)
 
 
-def read_max_tokens(value: Any, name: str) -> int | None:
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise invalid(f"'{name}' must be an integer", name)
-    if value < 1:
-        raise invalid(f"'{name}' must be at least 1", name)
-    return min(value, MAX_TOKENS_CEILING)
+def read_max_tokens(fields: Fields, name: str, least: int = 1) -> int | None:
+    value = fields.optional_integer(name, least, None)
+    return None if value is None else min(value, MAX_TOKENS_CEILING)
 
 
 def _stop_strings(value: Any, most: int) -> tuple[str, ...]:
@@ -160,3 +187,26 @@ def _stop_token_ids(value: Any) -> tuple[int, ...]:
 
 def is_token_id(value: Any) -> bool:
     return type(value) is int and 0 <= value < 1 << 32
+
+
+def _logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
+    """OpenAI's form: an object of token ids, as strings, to numbers from -100 to 100."""
+    if value is None:
+        return ()
+    if not isinstance(value, dict):
+        raise invalid("'logit_bias' must be an object of token ids to numbers", "logit_bias")
+    if len(value) > MAX_LOGIT_BIASES:
+        raise invalid(f"'logit_bias' must have at most {MAX_LOGIT_BIASES} entries", "logit_bias")
+    for token, bias in value.items():
+        # One spelling for each id, so that no id comes twice.
+        if not (token.isascii() and token.isdigit() and len(token) <= 10 and str(int(token)) == token):
+            raise invalid(f"'logit_bias' has the key {token!r:.40}, which is no token id", "logit_bias")
+        if isinstance(bias, bool) or not isinstance(bias, int | float) or not -100 <= bias <= 100:
+            raise invalid(f"'logit_bias' of {token} must be a number from -100 to 100", "logit_bias")
+    return tuple((int(token), float(bias)) for token, bias in value.items())
+
+
+def _check_ids(name: str, ids: Iterable[int], model: ModelInfo) -> None:
+    for token in ids:
+        if token >= model.vocab_size:
+            raise invalid(f"'{name}' has the token id {token}; ids end at {model.vocab_size - 1}", name)

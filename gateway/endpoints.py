@@ -13,10 +13,12 @@ from gateway.parameters import (
     DEFAULT_MAX_TOKENS,
     ChatRequest,
     CompletionRequest,
+    Delivery,
     parse_chat,
     parse_completion,
     parse_generate,
 )
+from gateway.report import Report
 from gateway.tokenizer import PromptTokenizer
 from gateway.writers import ChatWriter, CompletionWriter, GenerateWriter, Writer
 from shared.ids import new_request_id
@@ -40,9 +42,9 @@ class Request(Protocol):
     @property
     def decoding(self) -> Decoding: ...
     @property
-    def stream(self) -> bool: ...
+    def report(self) -> Report: ...
     @property
-    def cache_salt(self) -> str: ...
+    def delivery(self) -> Delivery: ...
 
 
 class Endpoint(Protocol):
@@ -72,7 +74,7 @@ class Completions:
 
     def writer(self, request: CompletionRequest, context: WriterContext) -> Writer:
         return CompletionWriter(
-            context.flight, _answer_id("cmpl"), context.created_s, context.model, request.include_usage
+            context.flight, _answer_id("cmpl"), context.created_s, context.model, request.delivery.include_usage
         )
 
 
@@ -99,11 +101,11 @@ class Chat:
         return config.chat_default_max_tokens
 
     async def tokenize(self, request: ChatRequest, tokenizer: PromptTokenizer, model: ModelInfo) -> list[Sequence[int]]:
-        return [await tokenizer.chat(request, model.max_model_len, model.vocab_size)]
+        return [await tokenizer.chat(request.chat, model.max_model_len, model.vocab_size)]
 
     def writer(self, request: ChatRequest, context: WriterContext) -> Writer:
         return ChatWriter(
-            context.flight, _answer_id("chatcmpl"), context.created_s, context.model, request.include_usage
+            context.flight, _answer_id("chatcmpl"), context.created_s, context.model, request.delivery.include_usage
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from gateway.errors import ApiError, invalid
+from gateway.errors import ApiError
 
 
 class Fields:
@@ -22,21 +22,25 @@ class Fields:
     def required(self, name: str) -> Any:
         value = self.raw(name)
         if value is None:
-            raise invalid(f"'{name}' is required", name)
+            raise _refused(name, "is required", "missing_required_parameter")
         return value
 
     def integer(self, name: str, default: int, low: int, high: int) -> int:
+        value = self.optional_integer(name, low, high)
+        return default if value is None else value
+
+    def optional_integer(self, name: str, low: int, high: int | None) -> int | None:
+        """An integer in [low, high]; no upper bound with None."""
         value = self.raw(name)
         if value is None:
-            return default
+            return None
         if isinstance(value, bool) or not isinstance(value, int):
-            raise invalid(f"'{name}' must be an integer", name)
-        if not low <= value <= high:
-            raise invalid(f"'{name}' must be between {low} and {high}", name)
+            raise _refused(name, "must be an integer", "invalid_type")
+        if value < low or (high is not None and value > high):
+            bounds = f"be at least {low}" if high is None else f"be between {low} and {high}"
+            side = "below_min" if value < low else "above_max"
+            raise _refused(name, f"must {bounds}", f"integer_{side}_value")
         return value
-
-    def optional_integer(self, name: str, low: int, high: int) -> int | None:
-        return None if self.raw(name) is None else self.integer(name, 0, low, high)
 
     def number(self, name: str, default: float, low: float, high: float, above: bool = False) -> float:
         """A finite number in [low, high], or in (low, high] with ``above``. JSON itself has no NaN."""
@@ -44,9 +48,11 @@ class Fields:
         if value is None:
             return default
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise invalid(f"'{name}' must be a number", name)
+            raise _refused(name, "must be a number", "invalid_type")
         if not (low < value <= high if above else low <= value <= high):
-            raise invalid(f"'{name}' must be {'above' if above else 'at least'} {low:g} and at most {high:g}", name)
+            side = "above_max" if value > high else "below_min"
+            least = "above" if above else "at least"
+            raise _refused(name, f"must be {least} {low:g} and at most {high:g}", f"decimal_{side}_value")
         return float(value)
 
     def boolean(self, name: str, default: bool) -> bool:
@@ -54,7 +60,7 @@ class Fields:
         if value is None:
             return default
         if not isinstance(value, bool):
-            raise invalid(f"'{name}' must be true or false", name)
+            raise _refused(name, "must be true or false", "invalid_type")
         return value
 
     def string(self, name: str, default: str, max_chars: int) -> str:
@@ -62,9 +68,9 @@ class Fields:
         if value is None:
             return default
         if not isinstance(value, str):
-            raise invalid(f"'{name}' must be a string", name)
+            raise _refused(name, "must be a string", "invalid_type")
         if len(value) > max_chars:
-            raise invalid(f"'{name}' must have at most {max_chars} characters", name)
+            raise _refused(name, f"must have at most {max_chars} characters", "string_above_max_length")
         return value
 
     def finish(self, ignored: Collection[str], neutral: Mapping[str, tuple[Any, ...]]) -> None:
@@ -73,13 +79,18 @@ class Fields:
             if name in self._read or name in ignored or value is None:
                 continue
             if name not in neutral:
-                raise unsupported(name)
+                raise unsupported(name, "unknown_parameter")
             if not any(_same(value, allowed) for allowed in neutral[name]):
                 raise unsupported(name)
 
 
-def unsupported(name: str) -> ApiError:
-    return ApiError(400, f"'{name}' is not supported", param=name, code="unsupported_field")
+def unsupported(name: str, code: str = "unsupported_parameter") -> ApiError:
+    return _refused(name, "is not supported", code)
+
+
+def _refused(name: str, what: str, code: str) -> ApiError:
+    """``code`` is one of those that OpenAI's API gives."""
+    return ApiError(400, f"'{name}' {what}", param=name, code=code)
 
 
 def _same(value: Any, allowed: Any) -> bool:

@@ -10,11 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from gateway.chat_messages import ChatMessage, read_messages
+from gateway.chat_messages import Chat, read_chat
 from gateway.config import GatewayConfig
-from gateway.decoding import Decoding, check_ranked, is_token_id, read_decoding, read_max_tokens
+from gateway.decoding import Decoding, check_combination, is_token_id, read_decoding, read_max_tokens
 from gateway.errors import invalid
 from gateway.fields import Fields
+from gateway.report import Report, read_chat_report, read_completion_report, read_plain_report
 
 Prompt = str | tuple[int, ...]
 """Text to tokenise, or token ids as they stand."""
@@ -22,29 +23,27 @@ Prompt = str | tuple[int, ...]
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's and vLLM's default for completions."""
 
+MAX_PRIORITY = 100
+"""Beyond it either way classes would differ for longer than waiting can make good."""
+
 # Fields of OpenAI's API that cannot change the text of an answer.
 HARMLESS = frozenset({
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
     "parallel_tool_calls", "request_id",
 })  # fmt: skip
 
-# Fields that would change the answer and are not supported yet, with the values that ask for nothing.
+# Fields that would change the answer and are not supported, or not by every endpoint, with the values that ask for
+# nothing.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
-    "logit_bias": ({},),
     "early_stopping": (False,),
-    "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "detokenize": (True,),
     "bad_words": ([],),
     "logprobs": (False,),
-    "priority": (0,),
+    "prompt_logprobs": (),
     "return_token_ids": (False,),
     "echo": (False,),
     "suffix": ("",),
-    "chat_template_kwargs": ({},),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "functions": ([],),
@@ -55,15 +54,25 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 @dataclass(frozen=True, slots=True)
+class Delivery:
+    """How the answer is to be sent, and with which right of way it is computed."""
+
+    stream: bool
+    include_usage: bool = False  # a last chunk tells the usage
+    continuous_usage: bool = False  # every chunk does
+    cache_salt: str = ""
+    priority: int = 0  # lower runs first
+
+
+@dataclass(frozen=True, slots=True)
 class CompletionRequest:
     """``POST /v1/completions``, and ``POST /generate`` (always one text prompt)."""
 
     model: str  # empty: whatever is served
     prompts: tuple[Prompt, ...]
     decoding: Decoding
-    stream: bool
-    include_usage: bool
-    cache_salt: str
+    report: Report
+    delivery: Delivery
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,24 +80,22 @@ class ChatRequest:
     """``POST /v1/chat/completions``."""
 
     model: str
-    messages: tuple[ChatMessage, ...]
-    add_generation_prompt: bool
-    continue_final_message: bool
+    chat: Chat
     decoding: Decoding
-    stream: bool
-    include_usage: bool
-    cache_salt: str
+    report: Report
+    delivery: Delivery
 
 
 def parse_completion(body: dict[str, Any], limits: GatewayConfig) -> CompletionRequest:
     fields = Fields(body)
-    prompts = _prompts(fields.required("prompt"), limits)
-    decoding = read_decoding(fields, limits, len(prompts), fields.raw("max_tokens"), "max_tokens")
-    stream, include_usage = _streaming(fields)
-    request = CompletionRequest(
-        _model(fields), prompts, decoding, stream, include_usage, fields.string("cache_salt", "", 256)
-    )
-    check_ranked(decoding, stream)
+    prompts = read_prompts(fields.required("prompt"), limits)
+    delivery = _delivery(fields)
+    report = read_completion_report(fields, delivery.stream)
+    # Nothing to generate makes sense for those who want to know the prompt's log-probabilities.
+    max_tokens = read_max_tokens(fields, "max_tokens", least=0 if report.echo and report.logprobs >= 0 else 1)
+    decoding = read_decoding(fields, limits, len(prompts), max_tokens, report)
+    check_combination(decoding, delivery.stream)
+    request = CompletionRequest(read_model(fields), prompts, decoding, report, delivery)
     fields.finish(HARMLESS, NEUTRAL)
     return request
 
@@ -99,59 +106,60 @@ def parse_generate(body: dict[str, Any], limits: GatewayConfig) -> CompletionReq
     prompt = fields.required("prompt")
     if not isinstance(prompt, str):
         raise invalid("'prompt' must be a string", "prompt")
-    decoding = read_decoding(fields, limits, 1, fields.raw("max_tokens"), "max_tokens")
-    request = CompletionRequest(_model(fields), (prompt,), decoding, fields.boolean("stream", False), False, "")
-    check_ranked(decoding, request.stream)
+    delivery = Delivery(fields.boolean("stream", False), priority=_priority(fields))
+    report = read_plain_report(fields)
+    decoding = read_decoding(fields, limits, 1, read_max_tokens(fields, "max_tokens"), report)
+    check_combination(decoding, delivery.stream)
+    request = CompletionRequest(read_model(fields), (prompt,), decoding, report, delivery)
     fields.finish(HARMLESS, NEUTRAL)
     return request
 
 
 def parse_chat(body: dict[str, Any], limits: GatewayConfig) -> ChatRequest:
     fields = Fields(body)
-    messages = read_messages(fields.required("messages"))
-    limit_name = "max_tokens" if fields.raw("max_completion_tokens") is None else "max_completion_tokens"
-    if limit_name != "max_tokens":
-        read_max_tokens(fields.raw("max_tokens"), "max_tokens")  # overruled, yet it must make sense
-    decoding = read_decoding(fields, limits, 1, fields.raw(limit_name), limit_name)
-    stream, include_usage = _streaming(fields)
-    continue_final_message = fields.boolean("continue_final_message", False)
-    add_generation_prompt = fields.boolean("add_generation_prompt", not continue_final_message)
-    if continue_final_message and add_generation_prompt:
-        raise invalid(
-            "'add_generation_prompt' and 'continue_final_message' exclude each other", "continue_final_message"
-        )
-    if continue_final_message and messages[-1].role != "assistant":
-        raise invalid("'continue_final_message' needs a final message of the assistant", "continue_final_message")
-    request = ChatRequest(
-        _model(fields), messages, add_generation_prompt, continue_final_message, decoding, stream, include_usage,
-        fields.string("cache_salt", "", 256),
-    )  # fmt: skip
-    check_ranked(decoding, stream)
+    chat = read_chat(fields)
+    max_tokens = read_max_tokens(fields, "max_tokens")
+    max_completion_tokens = read_max_tokens(fields, "max_completion_tokens")  # the newer name overrules the older one
+    delivery = _delivery(fields)
+    report = read_chat_report(fields, delivery.stream)
+    decoding = read_decoding(
+        fields, limits, 1, max_tokens if max_completion_tokens is None else max_completion_tokens, report
+    )
+    check_combination(decoding, delivery.stream)
+    request = ChatRequest(read_model(fields), chat, decoding, report, delivery)
     fields.finish(HARMLESS, NEUTRAL)
     return request
 
 
-def _model(fields: Fields) -> str:
+def read_model(fields: Fields) -> str:
     return fields.string("model", "", 256)
 
 
-def _streaming(fields: Fields) -> tuple[bool, bool]:
-    """(stream, include_usage)."""
+def _delivery(fields: Fields) -> Delivery:
     stream = fields.boolean("stream", False)
     options = fields.raw("stream_options")
-    if options is None:
-        return stream, False
-    if not isinstance(options, dict):
-        raise invalid("'stream_options' must be an object", "stream_options")
-    if not stream:
-        raise invalid("'stream_options' needs 'stream': true", "stream_options")
-    inner = Fields(options)
-    include_usage = inner.boolean("include_usage", False)
-    inner.finish(("include_obfuscation",), {"continuous_usage_stats": (False,)})
-    return stream, include_usage
+    include_usage = continuous_usage = False
+    if options is not None:
+        if not isinstance(options, dict):
+            raise invalid("'stream_options' must be an object", "stream_options")
+        if not stream:
+            raise invalid("'stream_options' needs 'stream': true", "stream_options")
+        inner = Fields(options)
+        include_usage = inner.boolean("include_usage", False)
+        continuous_usage = inner.boolean("continuous_usage_stats", False)
+        inner.boolean("include_obfuscation", False)  # padding against traffic analysis, which we never send
+        inner.finish((), {})
+    return Delivery(
+        stream, include_usage, continuous_usage and include_usage, fields.string("cache_salt", "", 256),
+        _priority(fields),
+    )  # fmt: skip
 
 
-def _prompts(value: Any, limits: GatewayConfig) -> tuple[Prompt, ...]:
+def _priority(fields: Fields) -> int:
+    return fields.integer("priority", 0, -MAX_PRIORITY, MAX_PRIORITY)
+
+
+def read_prompts(value: Any, limits: GatewayConfig) -> tuple[Prompt, ...]:
     """A text, a list of texts, one list of token ids, or a list of such lists."""
     if isinstance(value, str):
         return (value,)

@@ -16,9 +16,10 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from gateway.chat_messages import Chat
 from gateway.detokenizer import Vocabulary
 from gateway.errors import ApiError, invalid
-from gateway.parameters import ChatRequest, Prompt
+from gateway.parameters import Prompt
 from gateway.plain_text import PlainText
 from shared.lifecycle import StartupError
 
@@ -81,11 +82,11 @@ class PromptTokenizer:
             result.append(ids)
         return result
 
-    async def chat(self, request: ChatRequest, max_len: int, vocab_size: int) -> list[int]:
+    async def chat(self, chat: Chat, max_len: int, vocab_size: int) -> list[int]:
         """The ids of a rendered conversation."""
-        for message in request.messages:
+        for message in chat.messages:
             self._check_length(message.content, max_len)
-        ids: list[int] = await self._in_thread(self._encode_chat, request)
+        ids: list[int] = await self._in_thread(self._encode_chat, chat)
         if not ids:
             raise invalid("the conversation has no tokens", "messages")
         if max(ids) >= vocab_size:
@@ -110,21 +111,20 @@ class PromptTokenizer:
     def _encode_texts(self, texts: list[str]) -> list[list[int]]:
         return [encoding.ids for encoding in self._backend.encode_batch_fast(texts, add_special_tokens=True)]
 
-    def _encode_chat(self, request: ChatRequest) -> list[int]:
-        guarded = [self._plain_text.guard(message.content) for message in request.messages]
-        spelled = any(text != message.content for text, message in zip(guarded, request.messages, strict=True))
+    def _encode_chat(self, chat: Chat) -> list[int]:
+        guarded = [self._plain_text.guard(message.content) for message in chat.messages]
+        spelled = any(text != message.content for text, message in zip(guarded, chat.messages, strict=True))
         if spelled and not self._plain_text.available:
             raise invalid("a message spells one of the model's control tokens", "messages")
-        text = self._render(request, guarded)
+        text = self._render(chat, guarded)
         if spelled:
             return self._plain_text.encode(text)
         ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return ids
 
-    def _render(self, request: ChatRequest, contents: list[str]) -> str:
+    def _render(self, chat: Chat, contents: list[str]) -> str:
         conversation = [
-            {"role": message.role, "content": content}
-            for message, content in zip(request.messages, contents, strict=True)
+            {"role": message.role, "content": content} for message, content in zip(chat.messages, contents, strict=True)
         ]
         if not self._template_owner.chat_template:
             raise invalid("the model has no chat template; use /v1/completions", "messages")
@@ -132,8 +132,9 @@ class PromptTokenizer:
             rendered: str = self._template_owner.apply_chat_template(
                 conversation,
                 tokenize=False,
-                add_generation_prompt=request.add_generation_prompt,
-                continue_final_message=request.continue_final_message,
+                add_generation_prompt=chat.add_generation_prompt,
+                continue_final_message=chat.continue_final_message,
+                **dict(chat.template_kwargs),
             )
         except Exception as error:  # noqa: BLE001 - templates raise what they like, e.g. for roles out of turn
             raise invalid(f"the chat template refuses the messages: {error}", "messages") from None

@@ -10,7 +10,8 @@ from gateway.body import parse_json
 from gateway.chat_messages import ChatMessage
 from gateway.config import GatewayConfig
 from gateway.errors import ApiError
-from gateway.parameters import parse_chat, parse_completion, parse_generate
+from gateway.parameters import Delivery, parse_chat, parse_completion, parse_generate
+from gateway.report import Report
 from shared.messages import ModelInfo
 
 LIMITS = GatewayConfig(max_n=8, max_prompts=4, max_choices=12)
@@ -46,7 +47,7 @@ def test_every_field_that_is_honoured_arrives() -> None:
     request = completion(
         model="m", n=2, max_tokens=7, temperature=0, top_p=0.5, top_k=3, min_p=0.1, min_tokens=2, ignore_eos=True,
         seed=-1, stop=["a", "b", "a"], stop_token_ids=[4, 4], include_stop_str_in_output=True, cache_salt="s",
-        stream=True, stream_options={"include_usage": True}, user="u",
+        stream=True, stream_options={"include_usage": True}, user="u", priority=-3,
     )  # fmt: skip
     sampling = request.decoding.bind(MODEL, 10, 16)
     assert (sampling.max_tokens, sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (
@@ -55,8 +56,8 @@ def test_every_field_that_is_honoured_arrives() -> None:
     assert (sampling.min_tokens, sampling.ignore_eos, sampling.stop_token_ids) == (2, True, [4])
     assert sampling.seed == 2**63 - 1
     assert request.decoding.stop == ("a", "b")
-    assert (request.model, request.decoding.n, request.stream, request.include_usage) == ("m", 2, True, True)
-    assert request.cache_salt == "s"
+    assert (request.model, request.decoding.n) == ("m", 2)
+    assert request.delivery == Delivery(True, include_usage=True, cache_salt="s", priority=-3)
 
 
 def test_null_means_absent() -> None:
@@ -76,10 +77,17 @@ def test_null_means_absent() -> None:
         ("seed", 2**63), ("seed", 1.0), ("seed", "1"), ("stream", 1), ("ignore_eos", "yes"), ("model", 5),
         ("stop", ""), ("stop", [""]), ("stop", [1]), ("stop", {}), ("stop", ["x"] * 17), ("stop", "x" * 1025),
         ("stop_token_ids", [-1]), ("stop_token_ids", [True]), ("stop_token_ids", "1"), ("stop_token_ids", [2**32]),
-        ("presence_penalty", 10), ("frequency_penalty", 0.5), ("repetition_penalty", 1.2), ("logit_bias", {"5": 1}),
-        ("logprobs", 1), ("logprobs", 0), ("echo", True), ("suffix", "x"), 
+        ("presence_penalty", 10), ("presence_penalty", -2.1), ("frequency_penalty", 2.1), ("frequency_penalty", "1"),
+        ("repetition_penalty", 0), ("repetition_penalty", -1), ("repetition_penalty", 2.1),
+        ("logit_bias", []), ("logit_bias", {"x": 1}), ("logit_bias", {"-1": 1}), ("logit_bias", {"05": 1}),
+        ("logit_bias", {"٣": 1}), ("logit_bias", {"5": 101}), ("logit_bias", {"5": True}), ("logit_bias", {"5": "1"}),
+        ("logit_bias", {str(token): 1 for token in range(301)}), ("logit_bias", {"1" * 5000: 1}),
+        ("logprobs", 21), ("logprobs", -1), ("logprobs", True), ("logprobs", 1.0), ("echo", 1), ("suffix", "x"),
+        ("prompt_logprobs", 21), ("prompt_logprobs", -1), ("prompt_logprobs", False), ("return_token_ids", 1),
+        ("top_logprobs", 1), ("bad_words", ["x"]), ("priority", 101), ("priority", 1.0), ("priority", "high"),
         ("response_format", {"type": "json_object"}), ("guided_regex", "a*"), ("regex", "a*"), ("tools", [{}]),
-        ("chat_template", "x"), ("no_such_field", 1), ("skip_special_tokens", False), ("priority", 3),
+        ("chat_template", "x"), ("no_such_field", 1), ("skip_special_tokens", 0),
+        ("cache_salt", 5), ("cache_salt", "x" * 257),
     ],
 )  # fmt: skip
 def test_what_is_refused_is_named(field: str, value: Any) -> None:
@@ -160,7 +168,11 @@ def test_a_seed_is_drawn_where_none_is_given() -> None:
 
 def test_stream_options_need_a_stream() -> None:
     refused(lambda: completion(stream_options={"include_usage": True}), "stream_options")
-    refused(lambda: completion(stream=True, stream_options={"continuous_usage_stats": True}))
+    refused(lambda: completion(stream=True, stream_options={"continuous_usage_stats": 1}), "continuous_usage_stats")
+    refused(lambda: completion(stream=True, stream_options={"usage": True}), "usage")
+    both = {"include_usage": True, "continuous_usage_stats": True}
+    assert completion(stream=True, stream_options=both).delivery.continuous_usage
+    assert not completion(stream=True, stream_options={"continuous_usage_stats": True}).delivery.continuous_usage
     refused(lambda: completion(stream=True, stream_options=[]), "stream_options")
 
 
@@ -181,7 +193,7 @@ def test_max_completion_tokens_is_honoured() -> None:
 
 
 def messages(*items: Any) -> Any:
-    return parse_chat({"messages": list(items)}, LIMITS).messages
+    return parse_chat({"messages": list(items)}, LIMITS).chat.messages
 
 
 def test_text_parts_are_joined() -> None:
@@ -238,8 +250,9 @@ def test_messages_are_needed(value: Any) -> None:
     [
         {"chat_template": "{{ x }}"}, {"chat_template_kwargs": {"chat_template": "x"}},
         {"tools": [{"type": "function"}]},
-        {"tool_choice": "required"}, {"response_format": {"type": "json_schema"}}, {"logprobs": True},
-        {"top_logprobs": 3}, {"functions": [{}]}, {"reasoning_effort": "high"}, {"modalities": ["audio"]},
+        {"tool_choice": "required"}, {"response_format": {"type": "json_schema"}}, {"logprobs": 3},
+        {"top_logprobs": 3}, {"top_logprobs": 3, "logprobs": False}, {"top_logprobs": 21, "logprobs": True},
+        {"echo": True}, {"functions": [{}]}, {"reasoning_effort": "high"}, {"modalities": ["audio"]},
     ],
 )  # fmt: skip
 def test_chat_features_that_are_refused(fields: dict[str, Any]) -> None:
@@ -250,6 +263,94 @@ def test_continuing_needs_an_assistant_and_no_generation_prompt() -> None:
     refused(lambda: chat(continue_final_message=True), "continue_final_message")
     history = [*HI, {"role": "assistant", "content": "well"}]
     request = parse_chat({"messages": history, "continue_final_message": True}, LIMITS)
-    assert (request.continue_final_message, request.add_generation_prompt) == (True, False)
+    assert (request.chat.continue_final_message, request.chat.add_generation_prompt) == (True, False)
     both = {"messages": history, "continue_final_message": True, "add_generation_prompt": True}
     refused(lambda: parse_chat(both, LIMITS), "continue_final_message")
+
+
+def test_penalties_and_biases_arrive() -> None:
+    request = completion(
+        presence_penalty=-2, frequency_penalty=2, repetition_penalty=1.3, logit_bias={"0": -100, "49": 2.5}
+    )
+    sampling = request.decoding.bind(MODEL, 10, 16)
+    assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) == (-2.0, 2.0, 1.3)
+    assert sampling.logit_bias == [(0, -100.0), (49, 2.5)]
+    neutral = completion().decoding.bind(MODEL, 10, 16)
+    assert (neutral.presence_penalty, neutral.frequency_penalty, neutral.repetition_penalty) == (0, 0, 1)
+    assert neutral.logit_bias == []
+
+
+def test_biased_ids_end_at_the_vocabulary() -> None:
+    refused(lambda: completion(logit_bias={"50": 1}).decoding.bind(MODEL, 10, 16), "logit_bias")
+
+
+def test_each_endpoint_asks_for_log_probabilities_in_its_way() -> None:
+    assert completion().report == Report() == chat().report == chat(logprobs=False, top_logprobs=0).report
+    assert completion(logprobs=0).report == Report(logprobs=0) == chat(logprobs=True).report
+    assert completion(logprobs=20).report == Report(logprobs=20) == chat(logprobs=True, top_logprobs=20).report
+    assert completion(logprobs=3).decoding.bind(MODEL, 10, 16).logprobs == 3
+    assert completion().decoding.bind(MODEL, 10, 16).logprobs == -1
+
+
+def test_the_prompts_log_probabilities_are_asked_for_once() -> None:
+    for fields, expected in (
+        ({"prompt_logprobs": 2}, 2), ({"echo": True}, -1), ({"echo": True, "logprobs": 4}, 4), ({"logprobs": 4}, -1),
+        ({"echo": True, "logprobs": 4, "prompt_logprobs": 5}, 5),
+        ({"echo": True, "logprobs": 4, "prompt_logprobs": 0}, 4),
+    ):  # fmt: skip
+        assert completion(**fields).decoding.bind(MODEL, 10, 16).prompt_logprobs == expected, fields
+    refused(lambda: completion(prompt_logprobs=1, stream=True), "prompt_logprobs")
+
+
+def test_no_token_is_a_limit_only_for_those_who_look_at_the_prompt() -> None:
+    decoding = completion(max_tokens=0, echo=True, logprobs=0).decoding
+    assert (decoding.max_tokens, decoding.bind(MODEL, 10, 16).max_tokens) == (0, 1)
+    for fields in ({}, {"echo": True}, {"logprobs": 1}, {"prompt_logprobs": 1}):
+        refused(lambda fields=fields: completion(max_tokens=0, **fields), "max_tokens")  # type: ignore[misc]
+    refused(lambda: completion(max_tokens=0, echo=True, logprobs=0, min_tokens=1).decoding.bind(MODEL, 9, 16))
+    refused(lambda: chat(max_tokens=0, logprobs=True), "max_tokens")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"presence_penalty": 1}, {"frequency_penalty": 1}, {"repetition_penalty": 1.1}, {"logit_bias": {"1": 1}},
+        {"logprobs": 0}, {"prompt_logprobs": 0},
+    ],
+)  # fmt: skip
+def test_what_beam_search_cannot_honour_is_refused(fields: dict[str, Any]) -> None:
+    refused(lambda: completion(use_beam_search=True, n=2, **fields), next(iter(fields)))
+    assert completion(use_beam_search=True, n=2).decoding.beam_width == 2
+
+
+def test_switches_of_the_models_own_template() -> None:
+    request = chat(chat_template_kwargs={"enable_thinking": False, "mode": "fast-1.0"})
+    assert request.chat.template_kwargs == (("enable_thinking", False), ("mode", "fast-1.0"))
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        "x", [], {"chat_template": "x"}, {"tools": True}, {"add_generation_prompt": False}, {"eos_token": "x"},
+        {"_x": True}, {"X": True}, {"x": 1}, {"x": None}, {"x": "a b"}, {"x": "<|im_end|>"}, {"x": "{{y}}"}, {"x": []},
+        {"x" * 65: True}, {f"x{index}": True for index in range(9)},
+    ],
+)  # fmt: skip
+def test_switches_that_are_none(kwargs: Any) -> None:
+    refused(lambda: chat(chat_template_kwargs=kwargs), "chat_template_kwargs")
+
+
+def test_errors_have_openais_codes() -> None:
+    codes = {
+        "missing_required_parameter": lambda: parse_completion({}, LIMITS),
+        "invalid_type": lambda: completion(n="1"),
+        "integer_below_min_value": lambda: completion(max_tokens=0),
+        "integer_above_max_value": lambda: completion(logprobs=21),
+        "decimal_above_max_value": lambda: completion(temperature=2.1),
+        "decimal_below_min_value": lambda: completion(top_p=0),
+        "string_above_max_length": lambda: completion(cache_salt="x" * 257),
+        "unknown_parameter": lambda: completion(no_such_field=1),
+        "unsupported_parameter": lambda: completion(suffix="x"),
+    }
+    for code, call in codes.items():
+        assert refused(call).code == code

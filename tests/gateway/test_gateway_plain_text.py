@@ -20,7 +20,7 @@ SPECIAL_IDS = (0, 1, 2)
 def chat(*contents: str, **fields: object) -> list[int]:
     roles = ("user", "assistant")
     messages = [{"role": roles[index % 2], "content": content} for index, content in enumerate(contents)]
-    return TOKENIZER._encode_chat(parse_chat({"messages": messages, **fields}, GatewayConfig()))
+    return TOKENIZER._encode_chat(parse_chat({"messages": messages, **fields}, GatewayConfig()).chat)
 
 
 def reference(*contents: str) -> list[int]:
@@ -84,7 +84,7 @@ def test_a_template_that_refuses_is_a_400() -> None:
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(ApiError, match="roles must alternate") as caught:
         PromptTokenizer(tokenizer)._encode_chat(
-            parse_chat({"messages": [{"role": "user", "content": "x"}]}, GatewayConfig())
+            parse_chat({"messages": [{"role": "user", "content": "x"}]}, GatewayConfig()).chat
         )
     assert caught.value.status == 400
 
@@ -94,5 +94,5 @@ def test_no_template_is_a_400() -> None:
     tokenizer.chat_template = None
     with pytest.raises(ApiError, match="no chat template"):
         PromptTokenizer(tokenizer)._encode_chat(
-            parse_chat({"messages": [{"role": "user", "content": "x"}]}, GatewayConfig())
+            parse_chat({"messages": [{"role": "user", "content": "x"}]}, GatewayConfig()).chat
         )

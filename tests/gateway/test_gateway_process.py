@@ -30,7 +30,7 @@ def test_it_runs_without_torch_and_without_a_word(tokenizer_folder: Path) -> Non
         f"tokenizer = PromptTokenizer.load({str(tokenizer_folder)!r})\n"
         "from gateway.parameters import parse_chat\n"
         "from gateway.config import GatewayConfig\n"
-        "chat = parse_chat({'messages': [{'role': 'user', 'content': 'hi'}]}, GatewayConfig())\n"
+        "chat = parse_chat({'messages': [{'role': 'user', 'content': 'hi'}]}, GatewayConfig()).chat\n"
         "print(len(tokenizer._encode_chat(chat)))\n"
         "assert sys.modules['torch'] is None\n"
     )
