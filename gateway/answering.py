@@ -295,9 +295,9 @@ class AnswerApp:
         ]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         if opening := writer.opening():
-            await self._send_chunk(send, opening, flight)
+            await send({"type": "http.response.body", "body": opening, "more_body": True})
         while progress := await flight.wait():
-            await self._send_chunk(send, writer.progress(progress), flight)
+            await send({"type": "http.response.body", "body": writer.progress(progress), "more_body": True})
         if flight.client_gone:
             return
         if flight.error is not None:
@@ -305,19 +305,10 @@ class AnswerApp:
             last, outcome = writer.error(flight.error), "failed"
         else:
             last, outcome = writer.closing(), "finished"
-        if await self._send_chunk(send, last, flight, more=False):
+        await send({"type": "http.response.body", "body": last, "more_body": False})
+        if not flight.client_gone:  # who takes nothing for too long is cut off by the protocol
             visit.outcome = outcome
             visit.answered = True
-
-    async def _send_chunk(self, send: Send, chunk: bytes, flight: Flight, more: bool = True) -> bool:
-        """Send one piece; False, and the flight is abandoned, if the client takes nothing for too long."""
-        try:
-            async with asyncio.timeout(self._gateway.config.slow_reader_timeout_s):
-                await send({"type": "http.response.body", "body": chunk, "more_body": more})
-        except TimeoutError:
-            flight.abandon()
-            return False
-        return True
 
 
 async def _timely_body(scope: Scope, receive: Receive, config: GatewayConfig) -> bytes:

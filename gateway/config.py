@@ -23,6 +23,10 @@ class GatewayConfig(MeshConfig):
     max_body_bytes: int = option(8 << 20, "largest request body", check=at_least(1024))
     body_timeout_s: float = option(30.0, "how long a client may take to send a body", check=between(0.1, 3600))
     max_concurrent_requests: int = option(4096, "HTTP requests worked on at once; more get 429", check=at_least(1))
+    max_connections: int = option(
+        16384, "client connections held at once, idle ones too; more get 503. Each needs a file descriptor, so it is "
+        "less where the hard limit on open files is low", check=at_least(1),
+    )  # fmt: skip
     max_n: int = option(128, "largest n (choices per prompt)", check=between(1, 4096))
     max_prompts: int = option(1024, "most prompts in one request", check=between(1, 65536))
     max_choices: int = option(1024, "most prompts times n in one request", check=between(1, 65536))

@@ -1,4 +1,11 @@
-"""uvicorn's HTTP/1.1 protocol with limits that it lacks: on the size of a request's head, and on the time it takes.
+"""uvicorn's HTTP/1.1 protocol with the limits that it lacks, so that no client can hold or fill the process.
+
+* *Heads* are bounded in size, number of fields, and time; so is the time between a connection's requests.
+* *Connections* are bounded: one too many gets a 503 and is closed.
+* *Answers* that come before the whole body: the rest of the body is read and thrown away for a while, since closing a
+  socket with unread data resets it, and the client would see a broken pipe instead of its 413.
+* *Readers* that do not take their answer are cut off.
+* *Leavers* are noticed, those who had pipelined more requests too.
 
 It also serves requests that offer an upgrade: Java's default client sends ``Upgrade: h2c`` with every POST to a plain
 address. A server may ignore that (RFC 9110, 7.8), but the parser takes the body behind it for another protocol.
@@ -7,40 +14,137 @@ address. A server may ignore that (RFC 9110, 7.8), but the parser takes the body
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from gateway.errors import ApiError
+from gateway.errors import ApiError, unavailable
 
 MAX_HEAD_BYTES = 64 * 1024
+MAX_HEADERS = 128
 HEAD_TIMEOUT_S = 30.0
-_REASONS = {400: b"Bad Request", 408: b"Request Timeout", 431: b"Request Header Fields Too Large"}
+MAX_PIPELINED = 16  # requests behind the one being answered; with more, reading pauses
+MAX_DRAIN_BYTES = 32 << 20  # of a body that nobody wants any more
+DRAIN_TIMEOUT_S = 5.0
+HALF_CLOSED_S = 0.5  # how long an answer may still come once the client has closed its side
+MAX_CONNECTIONS_REFUSED = 256  # at once, beyond the limit: they are told; more are just closed
+_REASONS = {
+    400: b"Bad Request",
+    408: b"Request Timeout",
+    431: b"Request Header Fields Too Large",
+    503: b"Service Unavailable",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class HttpLimits:
+    """What a service may set of the limits."""
+
+    max_connections: int = 16384
+    slow_reader_timeout_s: float = 120.0
+
+
+def http_protocol(limits: HttpLimits) -> type[GatewayHttpProtocol]:
+    """The protocol class for uvicorn, which hands no options through."""
+    return type("LimitedHttpProtocol", (GatewayHttpProtocol,), {"limits": limits})
+
+
+class _Answers:
+    """What a request's cycle sees of the transport. Closing is the protocol's: it knows what is still to be read."""
+
+    __slots__ = ("close", "is_closing", "write")
+
+    def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
+        self.write = transport.write
+        self.is_closing = transport.is_closing
+        self.close = close
 
 
 class GatewayHttpProtocol(HttpToolsProtocol):
+    limits = HttpLimits()
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._head_bytes = 0  # of the request whose head is being read
+        self._in_head = False  # between a request's first byte, or the wait for it, and the end of its head
         self._head_timer: asyncio.TimerHandle | None = None
         self._body_left = 0  # behind a head that offered an upgrade: the parser has left, we count
         self._upgrade_offered = False
+        self._message_open = False  # a request was begun, and not all of it has come
+        self._answering: RequestResponseCycle | None = None  # whose application runs; others wait in the pipeline
+        self._closing = False  # nothing more is read of this client but to throw it away
+        self._drain_bytes = 0  # thrown away so far
+        self._drain_timer: asyncio.TimerHandle | None = None
+        self._slow_timer: asyncio.TimerHandle | None = None
+        self._hang_up_timer: asyncio.TimerHandle | None = None
+        self._half_closed_timer: asyncio.TimerHandle | None = None
+
+    # --- the connection -------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._answers = _Answers(transport, self._close)
         self._await_head()
+        over = len(self.connections) - self.limits.max_connections
+        if over > MAX_CONNECTIONS_REFUSED:
+            transport.abort()
+        elif over > 0:
+            self._refuse(unavailable(f"more than {self.limits.max_connections} connections at once", "connections"))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._head_is_read()
+        for timer in (
+            self._head_timer, self._drain_timer, self._slow_timer, self._half_closed_timer, self._hang_up_timer
+        ):  # fmt: skip
+            if timer is not None:
+                timer.cancel()
+        self._unset_keepalive_if_required()
+        self._disconnect_all()
         super().connection_lost(exc)
 
+    def eof_received(self) -> bool | None:  # type: ignore[override]
+        """The client sends no more. One that waits for an answer nevertheless gets it if it comes soon.
+
+        Whether it still reads cannot be known; mostly it has left, and its work must not go on for long.
+        """
+        busy = self.cycle is not None and not self.cycle.response_complete
+        if self._message_open or not busy or self.scheme == "https":  # TLS has no half-closed connections here
+            return None
+        self._half_closed_timer = self.loop.call_later(HALF_CLOSED_S, self._hang_up)
+        self._closing = True
+        return True
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._slow_timer is None:
+            self._slow_timer = self.loop.call_later(self.limits.slow_reader_timeout_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        if self._slow_timer is not None:
+            self._slow_timer.cancel()
+            self._slow_timer = None
+        super().resume_writing()
+
+    # --- requests in ----------------------------------------------------------------------------------------------
+
     def data_received(self, data: bytes) -> None:
+        if self._drain_timer is not None:
+            self._drain_bytes += len(data)
+            if self._drain_bytes > MAX_DRAIN_BYTES:
+                self._hang_up()
+                return
+        if self._closing:
+            return
         if self._body_left:
             data = self._take_body(data)
             if not data:
                 return
         self._unset_keepalive_if_required()
+        idle = self.cycle is not None and self.cycle.response_complete
+        if idle and not self._message_open and self._head_timer is None:
+            self._await_head()  # line feeds between requests begin no message, and must not keep a connection
         if self._head_timer is not None:
             self._head_bytes += len(data)
         try:
@@ -49,25 +153,60 @@ class GatewayHttpProtocol(HttpToolsProtocol):
             self._ignore_upgrade(data[upgrade.args[0] :])
         except httptools.HttpParserError:
             self._refuse(ApiError(400, "this is no valid HTTP/1.1 request"))
-        if self._head_timer is not None and self._head_bytes > MAX_HEAD_BYTES:
-            self._refuse(ApiError(431, f"the request's head has more than {MAX_HEAD_BYTES} bytes"))
+        if self._in_head and self._head_bytes > MAX_HEAD_BYTES:
+            self._refuse(_head_too_large())
 
     def on_message_begin(self) -> None:
+        if self._closing:
+            return
+        self._unset_keepalive_if_required()
         if self._head_timer is None:
             self._await_head()
+        self._message_open = self._in_head = True
         super().on_message_begin()
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._in_head:  # else it is a trailer, which nobody reads
+            super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
+        self._in_head = False
         self._head_is_read()
+        if self._closing:
+            return
+        head_bytes = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
+        if len(self.headers) > MAX_HEADERS or head_bytes > MAX_HEAD_BYTES:
+            self._refuse(_head_too_large())
+            return
         self._upgrade_offered = self.parser.should_upgrade()
         super().on_headers_complete()
+        if len(self.pipeline) <= MAX_PIPELINED:
+            self.flow.resume_reading()  # uvicorn pauses at the first one, and would not notice that the client leaves
+
+    def on_body(self, body: bytes) -> None:
+        if not self._closing:
+            super().on_body(body)
 
     def on_message_complete(self) -> None:
         if not self._upgrade_offered:  # else the parser stops before the body
-            super().on_message_complete()
+            self._complete_message()
+
+    def _complete_message(self) -> None:
+        self._message_open = False
+        if self._closing:
+            return
+        super().on_message_complete()
+        if self._drain_timer is not None:  # its answer has gone out before
+            self._drain_timer.cancel()
+            self._drain_timer = None
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
 
     def _ignore_upgrade(self, rest: bytes) -> None:
         self._upgrade_offered = False
+        if self._closing:
+            return
         self.parser = httptools.HttpRequestParser(self)  # for what follows this request
         headers = dict(self.headers)
         if b"transfer-encoding" in headers:
@@ -76,7 +215,7 @@ class GatewayHttpProtocol(HttpToolsProtocol):
         length = headers.get(b"content-length", b"0")
         self._body_left = int(length) if length.isdigit() else 0
         if not self._body_left:
-            super().on_message_complete()
+            self._complete_message()
         if rest:
             self.data_received(rest)
 
@@ -86,28 +225,90 @@ class GatewayHttpProtocol(HttpToolsProtocol):
         self._body_left -= len(body)
         self.on_body(body)
         if not self._body_left:
-            super().on_message_complete()
+            self._complete_message()
         return rest
 
     def _await_head(self) -> None:
         self._head_bytes = 0
-        late = ApiError(408, f"no complete request came within {HEAD_TIMEOUT_S:g} s")
-        self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._refuse, late)
+        self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._head_is_late)
+
+    def _head_is_late(self) -> None:
+        if self._head_bytes:
+            self._refuse(ApiError(408, f"no complete request came within {HEAD_TIMEOUT_S:g} s"))
+        else:
+            self._hang_up()  # it has asked for nothing
 
     def _head_is_read(self) -> None:
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
 
+    # --- answers out ----------------------------------------------------------------------------------------------
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        cycle.transport = self._answers  # type: ignore[assignment]
+        self._answering = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def on_response_complete(self) -> None:
+        answered, self._answering = self._answering, None
+        super().on_response_complete()
+        if answered is self.cycle and self._message_open and not self._closing:
+            self._unset_keepalive_if_required()
+            self._drain()
+
+    def _disconnect_all(self) -> None:
+        """Tell every request of this connection that its client is gone; uvicorn tells only the latest."""
+        waiting = [cycle for cycle, _ in self.pipeline]
+        self.pipeline.clear()
+        for cycle in (self._answering, *waiting):
+            if cycle is not None and not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
+
     def _refuse(self, error: ApiError) -> None:
         """Answer a request that never reached the application, and close."""
         self._head_is_read()
-        if self.transport.is_closing():
+        if self._closing or self.transport.is_closing():
             return
-        if self.cycle is None or self.cycle.response_complete:  # else an answer is under way: only close
+        running = self._answering
+        if running is None or not (running.response_started or self.pipeline):  # else only close: it is not its turn
             body = error.body()
+            extra = b"".join(b"%b: %b\r\n" % header for header in error.headers())
             self.transport.write(
-                b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%s"
-                % (error.status, _REASONS[error.status], len(body), body)
+                b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\n%b"
+                b"connection: close\r\n\r\n%s" % (error.status, _REASONS[error.status], len(body), extra, body)
             )
+        self._disconnect_all()
+        self._message_open = True  # whatever comes is thrown away
+        self._close()
+
+    def timeout_keep_alive_handler(self) -> None:
+        self._hang_up()
+
+    def _close(self) -> None:
+        """Close once the client has sent what it is sending, or has sent too much of it."""
+        self.pipeline.clear()
+        if not self._message_open or self.transport.is_closing():
+            self._hang_up()
+            return
+        self._closing = True
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self._drain()
+
+    def _drain(self) -> None:
+        """Read what is left of a body that nobody wants."""
+        self._drain_bytes = 0
+        self._drain_timer = self.loop.call_later(DRAIN_TIMEOUT_S, self._hang_up)
+        self.flow.resume_reading()
+
+    def _hang_up(self) -> None:
+        """Close, for sure: what is written goes out first, but not to a client that never takes it."""
         self.transport.close()
+        if self._hang_up_timer is None:
+            self._hang_up_timer = self.loop.call_later(self.limits.slow_reader_timeout_s, self.transport.abort)
+
+
+def _head_too_large() -> ApiError:
+    return ApiError(431, f"the request's head has more than {MAX_HEAD_BYTES} bytes or {MAX_HEADERS} fields")

@@ -16,7 +16,8 @@ from gateway.app import make_app
 from gateway.config import GatewayConfig
 from gateway.dispatch import Dispatch
 from gateway.errors import unavailable
-from gateway.http_protocol import GatewayHttpProtocol
+from gateway.file_limit import allow_connections
+from gateway.http_protocol import HttpLimits, http_protocol
 from gateway.metrics import GatewayMetrics
 from gateway.tokenizer import PromptTokenizer
 from observability.metrics import MetricsListener
@@ -73,10 +74,12 @@ def _port_error(host: str, port: int, error: OSError) -> StartupError:
 
 async def run_gateway(gateway: Gateway, listener: socket.socket, stop: asyncio.Event, drain_grace_s: float) -> None:
     """Serve until ``stop`` is set, then drain: no new requests, open ones finish within the grace."""
+    config = gateway.config
+    limits = HttpLimits(allow_connections(config.max_connections), config.slow_reader_timeout_s)
     server = Server(
         uvicorn.Config(
             make_app(gateway),
-            http=GatewayHttpProtocol,
+            http=http_protocol(limits),
             ws="none",
             lifespan="off",
             log_config=None,
