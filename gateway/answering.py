@@ -15,16 +15,20 @@ from typing import Any
 from opentelemetry.trace import SpanKind
 from starlette.types import Receive, Scope, Send
 
+from gateway.access import Access, access_of
 from gateway.body import ClientGone, parse_json, read_body
 from gateway.choice_text import ChoiceText
 from gateway.config import GatewayConfig
 from gateway.decoding import Decoding
+from gateway.deadline import deadline_ns
 from gateway.dispatch import Dispatch, Part
 from gateway.endpoints import Endpoint, Request, WriterContext
 from gateway.errors import ApiError, unavailable
 from gateway.flight import Flight
+from gateway.keys import Keyring
 from gateway.ledger import RequestRecord
 from gateway.metrics import GatewayMetrics
+from gateway.parameters import CompletionRequest
 from gateway.responses import client_request_id, header, send_error, send_whole
 from gateway.tokenizer import PromptTokenizer
 from gateway.writers import Writer
@@ -46,6 +50,7 @@ class Gateway:
     tokenizer: PromptTokenizer
     tracing: Tracing
     metrics: GatewayMetrics
+    keys: Keyring = field(default_factory=Keyring)
     draining: bool = False
     in_flight: int = 0
     idle: asyncio.Event = field(default_factory=asyncio.Event)  # set whenever nothing is in flight
@@ -76,6 +81,10 @@ class Gateway:
             return "the gateway is draining"
         return self.dispatch.mesh.why_not_ready(self.model, time.monotonic())
 
+    def check_room(self, sequences: int, tokens: int, key: str) -> None:
+        """A 429 if the queue, as last told, has no room for so many; nothing is left half admitted."""
+        self.dispatch.mesh.check_room(self.model, time.monotonic(), sequences, tokens, key)
+
     def model_info(self, name: str) -> ModelInfo:
         """The served model as the mesh describes it now; 404 for another name, 503 while it cannot be served."""
         if name and name != self.model:
@@ -101,8 +110,23 @@ class _Visit:
     flight: Flight
     span: RequestSpan
     headers: list[tuple[bytes, bytes]]
+    deadline_ns: int = 0  # unix time; 0: none
     outcome: str = "failed"
+    access: Access = field(default_factory=Access)
     answered: bool = False  # the response has gone out, whole or with its error in the stream
+
+    def enter(self) -> None:
+        """Count the request for its key."""
+        try:
+            self.access.enter()
+        finally:
+            self.headers[1:] = self.access.headers()
+
+    def charge(self, tokens: int) -> None:
+        try:
+            self.access.charge(tokens)
+        finally:
+            self.headers[1:] = self.access.headers()
 
 
 class AnswerApp:
@@ -124,6 +148,7 @@ class AnswerApp:
         except ClientGone:
             visit.outcome = "aborted"
         finally:
+            visit.access.leave(visit.flight.prompt_tokens + visit.flight.completion_tokens)
             gateway.leave()
             self._account(visit)
 
@@ -144,7 +169,9 @@ class AnswerApp:
             SpanKind.SERVER,
         )
         flight = Flight(time.monotonic(), self._gateway.metrics)
-        return _Visit(request_id, arrival_ns, flight, span, [(b"x-request-id", request_id.encode())])
+        visit = _Visit(request_id, arrival_ns, flight, span, [(b"x-request-id", request_id.encode())])
+        visit.access = access_of(scope)
+        return visit
 
     def _account(self, visit: _Visit) -> None:
         metrics, flight = self._gateway.metrics, visit.flight
@@ -174,11 +201,15 @@ class AnswerApp:
                 429, f"more than {gateway.config.max_concurrent_requests} requests at once", "rate_limit_error",
                 code="too_many_requests", retry_after_s=1.0, outcome=Outcome.QUEUE_FULL.value,
             )  # fmt: skip
+        visit.enter()
         body = await _timely_body(scope, receive, gateway.config)
         if gateway.draining:
             raise unavailable("the gateway is draining", Outcome.DRAINING.value)
+        gateway.check_room(1, 0, visit.request_id)  # before anything costs: a refusal must be cheap
         request = self._endpoint.parse(parse_json(body), gateway.config)
+        visit.deadline_ns = deadline_ns(visit.arrival_ns, request.delivery.timeout_s, scope)
         model = gateway.model_info(request.model)
+        gateway.check_room(_num_sequences(request), 0, visit.request_id)
         records = await self._open(request, model, visit)
         try:
             async with asyncio.TaskGroup() as group:
@@ -219,10 +250,13 @@ class AnswerApp:
             model, max(len(prompt) for prompt in prompts), self._endpoint.default_max_tokens(gateway.config)
         )
         visit.span.set(_span_attributes(sampling, decoding.n))
+        tokens = flight.prompt_tokens + len(prompts) * sampling.max_tokens * (decoding.beam_width or decoding.samples)
+        gateway.check_room(_num_sequences(request), tokens, visit.request_id)
+        visit.charge(tokens)
         submits = [
             Submit(
                 request_id=new_request_id(),
-                attempt=0,
+                attempt=1,
                 gateway=gateway.dispatch.gateway_id,
                 model=model.name,
                 prompt=pack_tokens(prompt),
@@ -230,8 +264,11 @@ class AnswerApp:
                 arrival_ns=visit.arrival_ns,
                 n=decoding.samples,
                 prompt_index=index,
-                cache_salt=request.delivery.cache_salt,
-                priority=request.delivery.priority,
+                cache_salt=visit.access.salt(request.delivery.cache_salt),
+                priority=visit.access.priority(request.delivery.priority),
+                tenant=visit.access.tenant,
+                tenant_weight=visit.access.weight,
+                deadline_ns=visit.deadline_ns,
                 traceparent=visit.span.traceparent,
             )
             for index, prompt in enumerate(prompts)
@@ -323,6 +360,12 @@ async def _watch_client(receive: Receive, flight: Flight) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
     flight.abandon()
+
+
+def _num_sequences(request: Request) -> int:
+    """How many the request puts into the queue."""
+    prompts = len(request.prompts) if isinstance(request, CompletionRequest) else 1
+    return prompts * (1 if request.decoding.beam_width else request.decoding.samples)
 
 
 def _span_attributes(sampling: Sampling, n: int) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from gateway.config import GatewayConfig
-from gateway.errors import invalid, refusal, unavailable
+from gateway.errors import invalid, late, refusal, unavailable
 from gateway.flight import Choice, Flight
 from gateway.ledger import Ledger, Progress, RequestRecord, Update
 from gateway.mesh_view import MeshView
@@ -185,7 +185,10 @@ class Dispatch:
         applied = self.ledger.apply_event(message)
         if applied is not None:
             record, broken = applied
-            record.owner.flight.fail_interrupted(broken.reason)
+            if message.kind == "dropped":  # by policy: it can no longer make its deadline
+                record.owner.flight.fail(late(broken.reason))
+            else:
+                record.owner.flight.fail_interrupted(broken.reason)
 
     # --- presence -------------------------------------------------------------------------------------------------
 

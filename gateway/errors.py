@@ -57,6 +57,17 @@ def interrupted(message: str) -> ApiError:
     return ApiError(503, message, "server_error", None, "interrupted", 1.0, "failed")
 
 
+def queue_full(message: str, retry_after_s: float) -> ApiError:
+    status, kind, code, _ = REFUSALS[Outcome.QUEUE_FULL]
+    return ApiError(status, message, kind, None, code, retry_after_s, Outcome.QUEUE_FULL.value)
+
+
+def late(message: str) -> ApiError:
+    """It cannot be done, or could not, by the time that the client named."""
+    status, kind, code, _ = REFUSALS[Outcome.DEADLINE]
+    return ApiError(status, message, kind, None, code, None, Outcome.DEADLINE.value)
+
+
 # outcome -> (HTTP status, OpenAI error type, code, default Retry-After in seconds)
 REFUSALS: dict[Outcome, tuple[int, str, str, float | None]] = {
     Outcome.QUEUE_FULL: (429, "rate_limit_error", "queue_full", 1.0),
@@ -66,7 +77,7 @@ REFUSALS: dict[Outcome, tuple[int, str, str, float | None]] = {
     Outcome.NO_WORKER: (503, "service_unavailable", "no_worker", 1.0),
     Outcome.UNKNOWN_MODEL: (404, "invalid_request_error", "model_not_found", None),
     Outcome.DRAINING: (503, "service_unavailable", "draining", 1.0),
-    Outcome.DEADLINE: (503, "service_unavailable", "deadline", 1.0),
+    Outcome.DEADLINE: (504, "timeout_error", "deadline_exceeded", None),
     Outcome.STALE_EPOCH: (503, "service_unavailable", "stale_epoch", 1.0),
 }
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from gateway.errors import queue_full
 from shared.messages import MAX_EPOCH, ModelInfo, SchedulerBeat
+from shared.retry import retry_after_s
 
 
 class MeshView:
@@ -36,6 +38,22 @@ class MeshView:
         if self._beat is None or not self.has_scheduler(now_s):
             return None
         return next((info for info in self._beat.models if info.name == name), None)
+
+    def check_room(self, name: str, now_s: float, sequences: int, tokens: int, key: str) -> None:
+        """Raise the 429 of a full queue if ``sequences`` more, with ``tokens`` in all (0: not known yet), find no room.
+
+        What the last beat told decides: it costs nothing, and the scheduler's own check at submit is the one that
+        binds. ``key`` spreads the Retry-After.
+        """
+        info = self.model(name, now_s)
+        if info is None:
+            return  # for another reason it will be refused
+        full = 0 < info.max_waiting < info.waiting + sequences or (
+            0 < info.max_waiting_tokens < info.waiting_tokens + max(tokens, sequences) and info.waiting_tokens > 0
+        )
+        if full:
+            message = f"{info.waiting} requests with {info.waiting_tokens} tokens are waiting already"
+            raise queue_full(message, retry_after_s(info.waiting, info.service_rate, key))
 
     def why_not_ready(self, name: str, now_s: float) -> str | None:
         """None if a completion by model ``name`` can succeed now, else the reason why not."""

@@ -26,6 +26,8 @@ DEFAULT_MAX_TOKENS = 16
 MAX_PRIORITY = 100
 """Beyond it either way classes would differ for longer than waiting can make good."""
 
+MAX_TIMEOUT_S = 7 * 24 * 3600.0
+
 # Fields of OpenAI's API that cannot change the text of an answer.
 HARMLESS = frozenset({
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
@@ -61,7 +63,8 @@ class Delivery:
     include_usage: bool = False  # a last chunk tells the usage
     continuous_usage: bool = False  # every chunk does
     cache_salt: str = ""
-    priority: int = 0  # lower runs first
+    priority: int | None = None  # lower runs first; None: as the client's key has it
+    timeout_s: float = 0.0  # by when the answer must be complete, from its arrival; 0: any time
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +109,7 @@ def parse_generate(body: dict[str, Any], limits: GatewayConfig) -> CompletionReq
     prompt = fields.required("prompt")
     if not isinstance(prompt, str):
         raise invalid("'prompt' must be a string", "prompt")
-    delivery = Delivery(fields.boolean("stream", False), priority=_priority(fields))
+    delivery = Delivery(fields.boolean("stream", False), priority=_priority(fields), timeout_s=_timeout_s(fields))
     report = read_plain_report(fields)
     decoding = read_decoding(fields, limits, 1, read_max_tokens(fields, "max_tokens"), report)
     check_combination(decoding, delivery.stream)
@@ -151,12 +154,16 @@ def _delivery(fields: Fields) -> Delivery:
         inner.finish((), {})
     return Delivery(
         stream, include_usage, continuous_usage and include_usage, fields.string("cache_salt", "", 256),
-        _priority(fields),
+        _priority(fields), _timeout_s(fields),
     )  # fmt: skip
 
 
-def _priority(fields: Fields) -> int:
-    return fields.integer("priority", 0, -MAX_PRIORITY, MAX_PRIORITY)
+def _priority(fields: Fields) -> int | None:
+    return fields.optional_integer("priority", -MAX_PRIORITY, MAX_PRIORITY)
+
+
+def _timeout_s(fields: Fields) -> float:
+    return fields.number("timeout", 0.0, 0, MAX_TIMEOUT_S, above=True)
 
 
 def read_prompts(value: Any, limits: GatewayConfig) -> tuple[Prompt, ...]:

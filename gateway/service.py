@@ -7,10 +7,12 @@ import contextlib
 import errno
 import logging
 import socket
+import ssl
 from collections.abc import Iterator
 
 import uvicorn
 
+from gateway.access import KeyGate
 from gateway.answering import Gateway
 from gateway.app import make_app
 from gateway.config import GatewayConfig
@@ -18,6 +20,7 @@ from gateway.dispatch import Dispatch
 from gateway.errors import unavailable
 from gateway.file_limit import allow_connections
 from gateway.http_protocol import HttpLimits, http_protocol
+from gateway.keys import Keyring, KeysError
 from gateway.metrics import GatewayMetrics
 from gateway.tokenizer import PromptTokenizer
 from observability.metrics import MetricsListener
@@ -78,7 +81,7 @@ async def run_gateway(gateway: Gateway, listener: socket.socket, stop: asyncio.E
     limits = HttpLimits(allow_connections(config.max_connections), config.slow_reader_timeout_s)
     server = Server(
         uvicorn.Config(
-            make_app(gateway),
+            KeyGate(make_app(gateway), gateway.keys, gateway.metrics.requests.labels("any", "unauthorized").inc),
             http=http_protocol(limits),
             ws="none",
             lifespan="off",
@@ -87,6 +90,8 @@ async def run_gateway(gateway: Gateway, listener: socket.socket, stop: asyncio.E
             server_header=False,
             timeout_keep_alive=75,
             timeout_graceful_shutdown=LAST_WORDS_S,
+            ssl_certfile=config.tls_cert or None,
+            ssl_keyfile=config.tls_key or None,
         )
     )
     await gateway.dispatch.start()
@@ -94,6 +99,7 @@ async def run_gateway(gateway: Gateway, listener: socket.socket, stop: asyncio.E
         background = [
             group.create_task(gateway.dispatch.beat_forever()),
             group.create_task(gateway.dispatch.send_forever()),
+            group.create_task(gateway.keys.watch_forever()),
         ]
         http = group.create_task(server.serve(sockets=[listener]))
         stopping = group.create_task(stop.wait())
@@ -129,8 +135,25 @@ async def _idle(gateway: Gateway, within_s: float) -> bool:
     return True
 
 
+def check_tls(config: GatewayConfig) -> None:
+    """Raise :class:`StartupError` unless the certificate and its key, where given, can be used."""
+    if not config.tls_cert:
+        if config.tls_key:
+            raise StartupError("--tls-key is given without --tls-cert")
+        return
+    try:
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(config.tls_cert, config.tls_key or None)
+    except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+        raise StartupError(f"--tls-cert {config.tls_cert}: {getattr(error, 'strerror', '') or error}") from None
+
+
 async def serve(config: GatewayConfig, stop: asyncio.Event) -> None:
     """The gateway process, from its configuration to its end."""
+    check_tls(config)
+    try:
+        keys = Keyring(config.api_keys, config.api_key)
+    except KeysError as error:
+        raise StartupError(str(error)) from None
     listener = listen(config.host, config.port)
     with contextlib.ExitStack() as stack:
         stack.callback(listener.close)
@@ -147,11 +170,12 @@ async def serve(config: GatewayConfig, stop: asyncio.Event) -> None:
             raise StartupError(str(error)) from None
         try:
             dispatch = Dispatch(config, bus, gateway_id, metrics, lambda: bus.reconnects + bus.slow_consumer_drops)
-            gateway = Gateway(config, dispatch, tokenizer, tracing, metrics)
+            gateway = Gateway(config, dispatch, tokenizer, tracing, metrics, keys)
             port = listener.getsockname()[1]
             log.info(
-                "%s serves %s on http://%s:%d, metrics on http://%s:%d/metrics",
-                gateway_id, config.model_name, config.host, port, config.metrics_host, metrics_listener.port,
+                "%s serves %s on %s://%s:%d, metrics on http://%s:%d/metrics",
+                gateway_id, config.model_name, "https" if config.tls_cert else "http", config.host, port,
+                config.metrics_host, metrics_listener.port,
             )  # fmt: skip
             await run_gateway(gateway, listener, stop, config.drain_grace_s)
         finally:

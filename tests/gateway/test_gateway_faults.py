@@ -139,7 +139,7 @@ def test_beats_list_what_is_live_and_answer_a_roll_call(gw: RunningGateway) -> N
     gw.until(lambda: bool(gw.mesh.gateway_beats))
     assert time.monotonic() - asked_at < 0.9
     beat = gw.mesh.gateway_beats[0]
-    assert (beat.gateway, beat.epoch, beat.live) == ("gw", 7, [(gw.mesh.submits[0].request_id, 0)])
+    assert (beat.gateway, beat.epoch, beat.live) == ("gw", 7, [(gw.mesh.submits[0].request_id, 1)])
     connection.close()
     gw.until(lambda: nothing_open(gw))
 
