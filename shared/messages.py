@@ -76,10 +76,16 @@ class Sampling(Message, frozen=True):
     want_score: bool = False  # report the cumulative log-probability of each choice at its end (best_of)
     presence_penalty: float = 0.0  # off the logit of every token that the output has (OpenAI)
     frequency_penalty: float = 0.0  # off it for each time that the output has it (OpenAI)
-    repetition_penalty: float = 1.0  # of tokens that prompt or output have: positive logits / p, negative ones * p (CTRL)
+    repetition_penalty: float = (
+        1.0  # of tokens that prompt or output have: positive logits / p, negative ones * p (CTRL)
+    )
     logit_bias: list[tuple[int, float]] = []  # (token id, added to its logit)
-    logprobs: int = -1  # of each output token, with so many alternatives; -1: none. Of the model, before all of the above
-    prompt_logprobs: int = -1  # the same for the prompt's tokens, from the second on
+    logprobs: int = (
+        -1
+    )  # of each output token, with so many alternatives; -1: none. Of the model, before all of the above
+    # The same for the prompt's tokens, from the second on. What the prefix cache holds is not computed and has none:
+    # whoever asks gives the request (and each attempt) a cache_salt of its own.
+    prompt_logprobs: int = -1
     grammar: str = ""  # what the output must match, see shared.grammar; empty: anything
 
 
@@ -243,11 +249,13 @@ class TokenEntry(Message, frozen=True):
     count: int = 0  # with ``end``: how many tokens the choice has in all
     log_prob: float = 0.0  # with ``end``, where Sampling asks for it: cumulative log-probability of the choice
     logprobs: list[TokenLogprob] = []  # one for each of ``tokens``, where Sampling asks for them
-    # Of the prompt's tokens from ``prompt_offset`` (>= 1) on, where Sampling asks for them; may come in several pieces
-    # and before any token of the output.
+    # Of the prompt's tokens from ``prompt_offset`` (>= 1) on, where Sampling asks for them. They come in pieces, in
+    # entries of choice 0 without tokens, before any token of the output; a piece may come twice (after a preemption),
+    # with the same offset. A prompt's cached tokens have none: see ``Sampling.prompt_logprobs``.
     prompt_logprobs: list[TokenLogprob] = []
     prompt_offset: int = 0
     cached: int = -1  # in the first entry of a choice: prompt tokens that the prefix cache held at admission
+    reason: str = ""  # with ``end`` failed: why, for the client
 
 
 class TokenBatch(Message, frozen=True, tag="tokens"):

@@ -8,10 +8,12 @@ changes bookkeeping only; no KV entry moves.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 
-from shared.messages import EndReason, Sampling, SlotStart, StepPlan, TokenEntry, unpack_tokens
+from shared.messages import EndReason, Sampling, SlotStart, StepPlan, TokenEntry, TokenLogprob, unpack_tokens
+from worker.token_counts import TokenCounts
 
 SCRATCH_PAGE = 0
 """The page that padding rows write to. No sequence's block table ever names it."""
@@ -19,6 +21,14 @@ SCRATCH_PAGE = 0
 
 class PlanError(ValueError):
     """A plan that does not fit the batch (unknown slot, missing page...): the ledgers disagree, and a reset follows."""
+
+
+class Guide(Protocol):
+    """What follows a sequence's output through its grammar; whoever samples gives the slot one."""
+
+    def accept(self, token: int) -> bool:
+        """Take in the next token of the output; whether the grammar is complete with it."""
+        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -37,14 +47,27 @@ class Slot:
     tokens: list[int]  # prompt and generated
     computed: int  # leading tokens whose KV is in the pages
     num_pages: int
+    cached: int  # prompt tokens that the prefix cache held when it joined; -1: it joined with generated tokens
     ended: str = ""  # an EndReason once it has ended
     log_prob: float = 0.0  # cumulative, where Sampling.want_score asks for it
     first_row_ns: int = 0  # when its first row ran: for spans
     first_token_ns: int = 0
+    counts: TokenCounts | None = None  # where penalties look at them; the sampler's
+    guide: Guide | None = None  # where Sampling.grammar asks; the sampler's
 
     @property
     def generated(self) -> int:
         return len(self.tokens) - self.prompt_len
+
+    def prompt_rows(self, start: int, count: int) -> int:
+        """Of ``count`` rows from position ``start``, how many leading ones are wanted for the prompt's own tokens.
+
+        The row at position p speaks of the token at p + 1. A sequence that joined with generated tokens has said
+        it all before.
+        """
+        if self.sampling.prompt_logprobs < 0 or self.cached < 0 or self.sampling.beam_width:
+            return 0
+        return max(0, min(start + count, self.prompt_len - 1) - start)
 
 
 @dataclass(slots=True, frozen=True)
@@ -87,6 +110,10 @@ class Sampled:
     candidates: dict[int, tuple[list[int], list[float]]] = field(default_factory=dict)
     # Where Sampling.want_score asks: the token's log-probability under the model, before temperature and filters.
     log_probs: dict[int, float] = field(default_factory=dict)
+    logprobs: dict[int, TokenLogprob] = field(default_factory=dict)  # where Sampling.logprobs asks, likewise
+    failures: dict[int, str] = field(default_factory=dict)  # why this row alone has no token: its sequence fails
+    # (slot, index in its prompt of the first, of the prompt's tokens): where Sampling.prompt_logprobs asks.
+    prompt_logprobs: list[tuple[Slot, int, list[TokenLogprob]]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -142,6 +169,12 @@ class Batch:
     def settle(self, plan: StepPlan, sampled: Sampled) -> Settled:
         """Account for the forward pass of ``plan``."""
         settled = Settled()
+        for slot, offset, logprobs in sampled.prompt_logprobs:
+            # The prompt's, whichever choice computes it: the first choice's entries carry them.
+            entry = TokenEntry(
+                slot.request_id, slot.attempt, 0, 0, [], prompt_logprobs=logprobs, prompt_offset=offset
+            )  # fmt: skip
+            settled.entries.append((slot, entry))
         cursor = 0
         runs = [(index, 1) for index in plan.decodes] + list(plan.chunks)
         runs += [(start.slot, 0) for start in plan.starts if start.parent >= 0]
@@ -166,6 +199,15 @@ class Batch:
     def _take(self, slot: Slot, sampled: Sampled, cursor: int, settled: Settled) -> None:
         token = sampled.tokens[cursor]
         offset = slot.generated
+        cached = slot.cached if not offset else -1
+        if cursor in sampled.failures:
+            slot.ended = EndReason.FAILED.value
+            settled.tokens.append(0)  # the scheduler counts one per row
+            settled.ended.append((slot.index, slot.ended))
+            entry = TokenEntry(slot.request_id, slot.attempt, slot.choice, offset, [], slot.ended, offset,
+                               cached=cached, reason=sampled.failures[cursor])  # fmt: skip
+            settled.entries.append((slot, entry))
+            return
         slot.tokens.append(token)
         slot.log_prob += sampled.log_probs.get(cursor, 0.0)
         slot.ended = self._end_reason(slot, token)
@@ -174,11 +216,15 @@ class Batch:
         if slot.ended:
             settled.ended.append((slot.index, slot.ended))
             count, log_prob = slot.generated, slot.log_prob
-        entry = TokenEntry(slot.request_id, slot.attempt, slot.choice, offset, [token], slot.ended, count, log_prob)
+        logprobs = [sampled.logprobs[cursor]] if cursor in sampled.logprobs else []
+        entry = TokenEntry(slot.request_id, slot.attempt, slot.choice, offset, [token], slot.ended, count, log_prob,
+                           logprobs, cached=cached)  # fmt: skip
         settled.entries.append((slot, entry))
 
     def _end_reason(self, slot: Slot, token: int) -> str:
         sampling = slot.sampling
+        if slot.guide is not None and slot.guide.accept(token):
+            return EndReason.STOP.value
         if slot.generated > sampling.min_tokens:  # so many other tokens came before this one
             if token in self.eos_token_ids and not sampling.ignore_eos:
                 return EndReason.STOP.value
@@ -223,7 +269,10 @@ class Batch:
             tokens=unpack_tokens(start.tokens) if parent is None else list(parent.tokens),
             computed=start.computed,
             num_pages=0,
+            cached=start.computed if parent is None else parent.cached,
         )
+        if slot.generated:
+            slot.cached = -1
         if parent is None:
             table = start.pages
         else:  # what is written of the parent's; blocks that are reserved for it beyond stay its own

@@ -20,6 +20,8 @@ class Runner(Protocol):
 
         A fork samples from the logits of its row. A beam's candidates are as many as the search must see
         (:func:`shared.beams.candidates_wanted`). The noise of a sampled token depends only on (sampling.seed,
-        slot.prompt_index, slot.choice, its position in the sequence). Raises on a model fault; the batch is then lost.
+        slot.prompt_index, slot.choice, its position in the sequence). Log-probabilities are the model's, before what
+        the sampling parameters do. A grammar that fails ends its sequence alone (``Sampled.failures``). Raises on a
+        model fault; the batch is then lost.
         """
         ...

@@ -2,7 +2,8 @@
 
 A token is the argmax of ``logits / temperature + noise`` over the candidates that the filters leave (the Gumbel-max
 trick), with the noise of :mod:`worker.noise`: a function of the logits and of (seed, prompt index, choice, position),
-so it survives any change of batch, worker or schedule.
+so it survives any change of batch, worker or schedule. What comes before the temperature is in
+:mod:`worker.processors`, with the order of everything.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from shared.messages import Sampling
 from worker.filters import apply_filters
 from worker.noise import BLOCK, block_noise, row_keys, token_noise
+from worker.processors import Shape, open_up, process
 
 GREEDY_TEMPERATURE = 1e-5
 """Below this, temperature means greedy: the quotients would say the same, but for ties."""
@@ -28,7 +30,7 @@ class SampleRow:
     prompt_index: int
     choice: int
     position: int
-    banned: tuple[int, ...] = ()  # ids that may not come now (end tokens before min_tokens)
+    shape: Shape | None = None  # what changes the logits before the temperature, where something does
 
     @property
     def greedy(self) -> bool:
@@ -44,16 +46,21 @@ def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[int]:
     """One token id per row of ``logits`` ``[rows, vocabulary]`` (any float type; may be changed in place).
 
     Greedy ties go to the lowest id. A NaN counts as impossible and +inf as the largest finite number, so that a broken
-    row harms nobody else; a row with nothing finite gives id 0.
+    row harms nobody else. A row with nothing finite gives id 0, or one of the tokens that its grammar and its ban
+    leave: never another.
     """
-    for number, row in enumerate(rows):
-        if row.banned:
-            logits[number, list(row.banned)] = float("-inf")
+    shapes = {number: row.shape for number, row in enumerate(rows) if row.shape is not None}
+    if shapes:
+        logits = process(logits, shapes)
     best, tokens = logits.max(dim=-1)
     broken = ~torch.isfinite(best)
     if bool(broken.any()):
         limits = torch.finfo(logits.dtype)
         logits[broken] = logits[broken].nan_to_num(nan=float("-inf"), posinf=limits.max, neginf=float("-inf"))
+        hopeless = (logits[broken].amax(dim=-1) == float("-inf")).tolist()
+        for number, nothing in zip(broken.nonzero().squeeze(-1).tolist(), hopeless, strict=True):
+            if nothing and number in shapes:
+                open_up(logits[number], shapes[number])
         best, tokens = logits.max(dim=-1)
         best = best.clamp_min(limits.min)
     chosen: list[int] = tokens.tolist()

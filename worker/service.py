@@ -242,7 +242,9 @@ def split_entries(entries: list[TokenEntry], max_payload: int) -> list[list[Toke
     parts: list[list[TokenEntry]] = [[]]
     size = 0
     for entry in entries:
-        weight = 64 + len(entry.request_id.encode()) + 5 * len(entry.tokens)
+        weight = 64 + len(entry.request_id.encode()) + 5 * len(entry.tokens) + 4 * len(entry.reason)
+        if entry.logprobs or entry.prompt_logprobs:
+            weight += sum(20 + 14 * len(one.top_ids) for one in (*entry.logprobs, *entry.prompt_logprobs))
         if size + weight > room and parts[-1]:
             parts.append([])
             size = 0

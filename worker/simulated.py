@@ -3,7 +3,8 @@
 It computes no language, but it does keep a KV cache: the entry of each position is a hash of the entry before it and
 of the token there, read and written through the block tables. So its tokens are right only if every plan was: a page
 given to two sequences, a wrong table or a lost chunk changes what comes out. Tokens are a function of the tokens
-before them, the seed, the choice and the position, whatever the batching.
+before them, the seed, the choice and the position, whatever the batching. Log-probabilities are made up the same way;
+penalties and biases change nothing, and a grammar is refused: there is no tokenizer that knows its tokens.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from shared.beams import candidates_wanted
-from shared.messages import Capacity
-from worker.batch import SCRATCH_PAGE, Batch, Sampled, Slot, Step
+from shared.messages import Capacity, TokenLogprob
+from worker.batch import SCRATCH_PAGE, Batch, Row, Sampled, Slot, Step
 
 _MASK = (1 << 64) - 1
 
@@ -49,6 +50,16 @@ def continuations(state: int, count: int, vocab_size: int) -> tuple[list[int], l
         log_prob -= 0.05 + (_mix(state ^ token) % 1000) / 2000
         log_probs.append(log_prob)
     return tokens, log_probs
+
+
+def likelihood(state: int, token: int, top: int, vocab_size: int) -> TokenLogprob:
+    """A made-up log-probability of ``token`` after a position whose KV entry is ``state``, and ``top`` alternatives."""
+    top_ids, top_log_probs = continuations(state, min(top, vocab_size), vocab_size)
+    if token in top_ids:
+        place = top_ids.index(token)
+        return TokenLogprob(top_log_probs[place], place + 1, top_ids, top_log_probs)
+    rank = min(top + 1 + _mix(state ^ token) % 50, vocab_size)
+    return TokenLogprob(-10 - (_mix(state ^ token) % 1000) / 100, rank, top_ids, top_log_probs)
 
 
 def expected_tokens(prompt: list[int], seed: int, count: int, vocab_size: int, choice: int = 0) -> list[int]:
@@ -100,6 +111,8 @@ class SimulatedRunner:
             if row.padding:
                 self._kv[SCRATCH_PAGE, 0] = 0
                 continue
+            if row.slot.sampling.prompt_logprobs >= 0:
+                sampled.prompt_logprobs += self._prompt(batch, row)
             state = self._write(batch, row.slot, row.start, row.count)
             if row.sample:
                 self._sample(batch, row.slot, state, row.start + row.count, sampled)
@@ -125,8 +138,23 @@ class SimulatedRunner:
             while token in banned and len(banned) < vocab_size:
                 token = (token + 1) % vocab_size
         sampled.tokens.append(token)
+        if slot.sampling.grammar:
+            sampled.failures[place] = "a simulated worker has no tokenizer, so no grammars"
+        if slot.sampling.logprobs >= 0:
+            sampled.logprobs[place] = likelihood(state, token, slot.sampling.logprobs, vocab_size)
         if slot.sampling.want_score:
             sampled.log_probs[place] = -(_mix(state ^ token) % 1000) / 100
+
+    def _prompt(self, batch: Batch, row: Row) -> list[tuple[Slot, int, list[TokenLogprob]]]:
+        slot = row.slot
+        wanted = slot.prompt_rows(row.start, row.count)
+        described = []
+        for position in range(row.start, row.start + wanted):
+            state = self._write(batch, slot, position, 1)
+            described.append(
+                likelihood(state, slot.tokens[position + 1], slot.sampling.prompt_logprobs, self.capacity.vocab_size)
+            )
+        return [(slot, row.start + 1, described)] if described else []
 
     def _write(self, batch: Batch, slot: Slot, start: int, count: int) -> int:
         size = batch.block_size

@@ -121,7 +121,7 @@ class StepLoop:
         finished: list[Slot] = []
         for slot, entry in settled.entries:
             grouped.setdefault(slot.gateway, []).append(entry)
-            if not slot.first_token_ns:
+            if not slot.first_token_ns and not entry.prompt_logprobs:
                 slot.first_token_ns = ended_ns
             if entry.end:
                 finished.append(slot)

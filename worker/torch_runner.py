@@ -18,29 +18,39 @@ from kernels.elementwise import aligned_rows
 from kernels.reference import ReferenceAttention
 from shared.beams import candidates_wanted
 from shared.config import ConfigError, size_bytes
+from shared.grammar import GrammarError
 from shared.lifecycle import StartupError
-from shared.messages import Capacity
+from shared.messages import Capacity, TokenLogprob
 from worker.attention import PagedPass, answering
 from worker.batch import SCRATCH_PAGE, Batch, Row, Sampled, Slot, Step
 from worker.config import WorkerConfig
+from worker.grammar import Grammars, Guide, load_engine_tokenizer
 from worker.kv_cache import KVCache, PoolSize, budget_bytes, bytes_per_token, pool_size
 from worker.linear import MIN_ROWS
+from worker.logprobs import describe, describe_prompt, log_probabilities
 from worker.model import LoadedModel, load_model
+from worker.processors import Shape, asks_for_counts
 from worker.sampling import SampleRow, sample
 from worker.self_check import rows_keep_their_bits
+from worker.token_counts import TokenCounts
 
 log = logging.getLogger("headrace.worker.torch_runner")
 
 DEFAULT_KV_CACHE_MEMORY = 1 << 30
+
+PROMPT_PIECE = 256
+"""Log-probabilities of a prompt's tokens in one entry: at 20 alternatives each some 80 kB."""
 
 
 class TorchRunner:
     """Implements :class:`~worker.runner.Runner`. Not thread-safe; torch's thread count is the process's."""
 
     def __init__(
-        self, model: LoadedModel, kernel: AttentionKernel, size: PoolSize, served_name: str, swap_space: int = 0
-    ) -> None:
+        self, model: LoadedModel, kernel: AttentionKernel, size: PoolSize, served_name: str, grammars: Grammars,
+        swap_space: int = 0,
+    ) -> None:  # fmt: skip
         self.model = model
+        self.grammars = grammars
         self.kernel = kernel
         self.size = size
         host_blocks = swap_space // (size.bytes_per_token * size.block_size)
@@ -95,7 +105,9 @@ class TorchRunner:
             num_blocks,
         )
         kernel = ReferenceAttention(geometry, loaded.dtype, loaded.device)
-        runner = cls(loaded, kernel, size, served_model_name or os.fspath(model), swap_space)
+        folder = os.fspath(model)
+        grammars = Grammars(lambda: load_engine_tokenizer(folder, loaded.vocab_size, loaded.eos_token_ids))
+        runner = cls(loaded, kernel, size, served_model_name or folder, grammars, swap_space)
         log.info("%s", size.describe())
         if self_check and loaded.dtype != torch.float64 and not rows_keep_their_bits(runner):
             log.warning("on this machine a row's bits depend on the rows beside it: tokens may differ between runs")
@@ -112,43 +124,98 @@ class TorchRunner:
         self.swap_us += (time.perf_counter_ns() - began) // 1000
         if not step.rows:
             return Sampled([])
+        self._begin_guides(step)
         rows = [row for row in step.rows if row.sample]
-        logits = self.logits(batch, step.rows)
-        if not rows:
-            return Sampled([])
-        slots = [row.slot for row in rows] + [slot for _, slot in step.forks]
-        wanted = [self._sample_row(row, row.slot) for row in rows]
-        if step.forks:
-            place = {id(row): index for index, row in enumerate(rows)}
-            more = torch.tensor([place[id(row)] for row, _ in step.forks], device=logits.device)
-            logits = torch.cat([logits, logits.index_select(0, more)])
-            wanted += [self._sample_row(row, slot) for row, slot in step.forks]
-        sampled = Sampled(sample(logits, wanted))
-        self._score(logits, slots, sampled)
+        prompts = _prompt_rows(step.rows)
+        logits = self.logits(batch, step.rows, prompts)
+        sampled = Sampled([])
+        if prompts:
+            sampled.prompt_logprobs = _describe_prompts(logits[len(rows) :], prompts)
+            logits = logits[: len(rows)]
+        if rows:
+            self._sample(logits, rows, step.forks, sampled)
         return sampled
 
-    def _score(self, logits: torch.Tensor, slots: Sequence[Slot], sampled: Sampled) -> None:
-        """Log-probabilities for the few rows that ask for them: beams, and choices that are to be ranked."""
+    def _sample(
+        self, logits: torch.Tensor, rows: Sequence[Row], forks: Sequence[tuple[Row, Slot]], sampled: Sampled
+    ) -> None:
+        """Fill ``sampled`` from the logits of ``rows``, then of ``forks``."""
+        slots = [row.slot for row in rows] + [slot for _, slot in forks]
+        positions = [row.start + row.count for row in rows] + [row.start + row.count for row, _ in forks]
+        if forks:
+            place = {id(row): index for index, row in enumerate(rows)}
+            more = torch.tensor([place[id(row)] for row, _ in forks], device=logits.device)
+            logits = torch.cat([logits, logits.index_select(0, more)])
+        # What speaks of the model is taken before the sampler changes the logits.
+        asking = [index for index, slot in enumerate(slots) if slot.sampling.logprobs >= 0]
+        if asking:
+            log_probs = log_probabilities(logits[asking])
+        scores = self._scores(logits, slots, sampled)
+        wanted = [
+            SampleRow(slot.sampling, slot.prompt_index, slot.choice, position, self._shape(slot, index, sampled))
+            for index, (slot, position) in enumerate(zip(slots, positions, strict=True))
+        ]
+        sampled.tokens = sample(logits, wanted)
+        for index, score in scores.items():
+            sampled.log_probs[index] = float(score[sampled.tokens[index]])
+        if asking:
+            tokens = [sampled.tokens[index] for index in asking]
+            described = describe(log_probs, tokens, [slots[index].sampling.logprobs for index in asking])
+            sampled.logprobs = dict(zip(asking, described, strict=True))
+
+    def _scores(self, logits: torch.Tensor, slots: Sequence[Slot], sampled: Sampled) -> dict[int, torch.Tensor]:
+        """The few rows that are ranked: candidates of beams, and log-probabilities of choices that want a score."""
+        scores = {}
         for index, slot in enumerate(slots):
             if slot.sampling.beam_width:
                 count = min(candidates_wanted(slot.sampling, self.model.eos_token_ids), self.model.vocab_size)
-                scores = torch.log_softmax(logits[index].double(), dim=-1)
-                banned = self._banned(slot, slot.generated)
+                log_probs = torch.log_softmax(logits[index].double(), dim=-1)
+                banned = self._banned(slot)
                 if banned:
-                    scores[list(banned)] = -math.inf
-                best = scores.topk(count)
+                    log_probs[list(banned)] = -math.inf
+                best = log_probs.topk(count)
                 finite = best.values > -math.inf
                 sampled.candidates[index] = (best.indices[finite].tolist(), best.values[finite].tolist())
             elif slot.sampling.want_score:
-                scores = torch.log_softmax(logits[index].double(), dim=-1)
-                sampled.log_probs[index] = float(scores[sampled.tokens[index]])
+                scores[index] = torch.log_softmax(logits[index].double(), dim=-1)
+        return scores
 
-    def logits(self, batch: Batch, rows: Sequence[Row]) -> torch.Tensor:
-        """One forward pass; the logits ``[sampling rows, vocab_size]``, in row order."""
+    def _shape(self, slot: Slot, index: int, sampled: Sampled) -> Shape | None:
+        """What changes the slot's logits; None for most. A grammar that fails goes into ``sampled.failures``."""
+        sampling = slot.sampling
+        banned = self._banned(slot)
+        allowed = None
+        if isinstance(slot.guide, Guide):
+            try:
+                allowed = slot.guide.mask()
+            except GrammarError as error:
+                sampled.failures[index] = str(error)
+        if asks_for_counts(sampling):
+            if slot.counts is None:
+                slot.counts = TokenCounts(slot.prompt_len, with_prompt=sampling.repetition_penalty != 1)
+            slot.counts.follow(slot.tokens)
+        elif allowed is None and not banned and not sampling.logit_bias:
+            return None
+        return Shape(sampling, banned, slot.counts, allowed)
+
+    def _begin_guides(self, step: Step) -> None:
+        """Have the grammars of sequences that have just joined compiled beside the forward pass."""
+        for slot in [row.slot for row in step.rows] + [slot for _, slot in step.forks]:
+            if slot.sampling.grammar and slot.guide is None and not slot.sampling.beam_width:
+                slot.guide = self.grammars.guide(slot.sampling.grammar, slot.tokens[slot.prompt_len :])
+
+    def logits(self, batch: Batch, rows: Sequence[Row], prompts: Sequence[tuple[int, Row, int]] = ()) -> torch.Tensor:
+        """One forward pass; the logits ``[sampling rows, vocab_size]``, in row order.
+
+        Then those of the leading query tokens that ``prompts`` names: (index in ``rows``, row, how many).
+        """
         count = sum(row.count for row in rows)
         filled = aligned_rows(count, MIN_ROWS, self.model.row_widths, torch.get_num_threads())
         tokens, positions, ragged = _assemble(batch, rows, filled - count, self.size)
         keep = ragged.query_start[1 : len(rows) + 1][[row.sample for row in rows]] - 1
+        if prompts:
+            starts = ragged.query_start
+            keep = np.concatenate([keep, *(starts[index] + np.arange(wanted) for index, _, wanted in prompts)])
         return self._run(tokens, positions, ragged, keep)
 
     def _run(
@@ -173,16 +240,11 @@ class TorchRunner:
                 wanted = np.concatenate([keep, np.repeat(keep[-1:], filled - count)])
                 return model.logits(token_ids, position_ids, torch.from_numpy(wanted).to(model.device))[:count]
 
-    def _sample_row(self, row: Row, slot: Slot) -> SampleRow:
-        position = row.start + row.count
-        banned = self._banned(slot, position - slot.prompt_len)
-        return SampleRow(slot.sampling, slot.prompt_index, slot.choice, position, banned)
-
-    def _banned(self, slot: Slot, generated: int) -> tuple[int, ...]:
-        """Tokens that would end the sequence before it has its min_tokens."""
-        if generated >= slot.sampling.min_tokens:
-            return ()
-        ends = () if slot.sampling.ignore_eos else self.model.eos_token_ids
+    def _banned(self, slot: Slot) -> tuple[int, ...]:
+        """Tokens that would end the sequence before it has its min_tokens (its grammar, if it ignores EOS)."""
+        if slot.generated >= slot.sampling.min_tokens:
+            return tuple(self.model.eos_token_ids) if slot.sampling.ignore_eos and slot.sampling.grammar else ()
+        ends = () if slot.sampling.ignore_eos and not slot.sampling.grammar else self.model.eos_token_ids
         return tuple(t for t in {*ends, *slot.sampling.stop_token_ids} if 0 <= t < self.model.vocab_size)
 
 
@@ -194,7 +256,7 @@ def load_torch_runner(config: WorkerConfig) -> TorchRunner:
     except ConfigError as error:
         raise StartupError(f"kv-cache-memory, swap-space: {error}") from None
     folder = Path(config.model)
-    return TorchRunner.load(
+    runner = TorchRunner.load(
         config.model,
         dtype=config.dtype,
         device=config.device,
@@ -206,6 +268,37 @@ def load_torch_runner(config: WorkerConfig) -> TorchRunner:
         num_threads=config.threads or None,
         swap_space=swap_space,
     )
+    runner.grammars.warm()
+    return runner
+
+
+def _prompt_rows(rows: Sequence[Row]) -> list[tuple[int, Row, int]]:
+    """(index in ``rows``, row, leading query tokens) whose logits are wanted for the prompt's log-probabilities."""
+    asking = [
+        (index, row, row.slot.prompt_rows(row.start, row.count))
+        for index, row in enumerate(rows)
+        if row.slot.sampling.prompt_logprobs >= 0 and not row.padding
+    ]
+    return [one for one in asking if one[2]]
+
+
+def _describe_prompts(
+    logits: torch.Tensor, prompts: Sequence[tuple[int, Row, int]]
+) -> list[tuple[Slot, int, list[TokenLogprob]]]:
+    """The pieces for gateways, each small enough for a message."""
+    pieces = []
+    done = 0
+    for _, row, wanted in prompts:
+        slot = row.slot
+        for first in range(0, wanted, PROMPT_PIECE):
+            count = min(PROMPT_PIECE, wanted - first)
+            offset = row.start + first + 1
+            described = describe_prompt(
+                logits[done : done + count], slot.tokens[offset : offset + count], slot.sampling.prompt_logprobs
+            )
+            pieces.append((slot, offset, described))
+            done += count
+    return pieces
 
 
 def _assemble(

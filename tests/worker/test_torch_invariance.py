@@ -38,9 +38,9 @@ class Recorder:
         self.seen: dict[tuple[str, int], torch.Tensor] = {}
         inner = runner.logits
 
-        def logits(batch, rows):  # type: ignore[no-untyped-def]
-            out = inner(batch, rows)
-            for row, values in zip([row for row in rows if row.sample], out, strict=True):
+        def logits(batch, rows, prompts=()):  # type: ignore[no-untyped-def]
+            out = inner(batch, rows, prompts)
+            for row, values in zip([row for row in rows if row.sample], out, strict=not prompts):
                 self.seen[row.slot.request_id, row.start + row.count] = values.clone()
             return out
 

@@ -12,6 +12,7 @@ from shared.messages import Sampling
 from worker import filters
 from worker.filters import apply_filters
 from worker.noise import BLOCK, block_noise, row_keys, token_noise
+from worker.processors import Shape
 from worker.sampling import SampleRow, sample
 
 FROZEN_KEYS = [4750131251579153869, -382595335363931853]
@@ -206,5 +207,6 @@ def test_masked_tokens_never_win() -> None:
 def test_banned_tokens_do_not_come() -> None:
     logits = torch.zeros(2, 64)
     logits[:, 9] = 50.0
-    made = [SampleRow(Sampling(0, 16, temperature=t), 0, 0, 0, banned=(9,)) for t in (0.0, 1.0)]
+    how = [Sampling(0, 16, temperature=t) for t in (0.0, 1.0)]
+    made = [SampleRow(sampling, 0, 0, 0, Shape(sampling, banned=(9,))) for sampling in how]
     assert 9 not in sample(logits, made)

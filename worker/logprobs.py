@@ -1,0 +1,59 @@
+"""Log-probabilities for the rows that ask: of the model, before anything that sampling parameters do to its logits.
+
+They are a float32 ``log_softmax`` of the raw logits (float64 for a float64 model). Rows are independent of one another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from shared.messages import TokenLogprob
+
+FLOOR = -9999.0
+"""Stands for minus infinity and for what is no number: every JSON parser can read it (OpenAI's convention)."""
+
+MAX_ROWS = 64
+"""How many rows of a prompt are worked on at once: their float32 copies take rows * vocabulary * 4 bytes."""
+
+
+def log_probabilities(logits: torch.Tensor) -> torch.Tensor:
+    """``log_softmax`` of each row in at least float32, in memory of its own."""
+    return torch.log_softmax(logits, dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+
+
+def describe(log_probs: torch.Tensor, tokens: Sequence[int], tops: Sequence[int]) -> list[TokenLogprob]:
+    """Of each row of ``log_probs`` ``[rows, vocabulary]``: its token's log-probability and rank, and its best ``tops``.
+
+    Equally probable tokens share the best of their ranks and come in the order of their ids.
+    """
+    vocabulary = log_probs.shape[1]
+    chosen = log_probs.gather(1, torch.tensor(tokens, device=log_probs.device)[:, None])
+    ranks: list[int] = (log_probs > chosen).sum(dim=-1).add_(1).tolist()
+    values: list[float] = _finite(chosen[:, 0])
+    most = min(max(tops), vocabulary)
+    if not most:
+        return [TokenLogprob(value, rank) for value, rank in zip(values, ranks, strict=True)]
+    best = torch.topk(log_probs, most, dim=-1)
+    described = []
+    rows = zip(values, ranks, _finite(best.values), best.indices.tolist(), tops, strict=True)
+    for value, rank, top_values, top_ids, top in rows:
+        ranked = sorted(zip(top_values, top_ids, strict=True), key=lambda pair: (-pair[0], pair[1]))[:top]
+        described.append(
+            TokenLogprob(value, rank, [token for _, token in ranked], [log_prob for log_prob, _ in ranked])
+        )
+    return described
+
+
+def describe_prompt(logits: torch.Tensor, tokens: Sequence[int], top: int) -> list[TokenLogprob]:
+    """The same for many rows of raw ``logits``, one for each of ``tokens``, a few rows at a time."""
+    described: list[TokenLogprob] = []
+    for first in range(0, len(tokens), MAX_ROWS):
+        part = tokens[first : first + MAX_ROWS]
+        described += describe(log_probabilities(logits[first : first + MAX_ROWS]), part, [top] * len(part))
+    return described
+
+
+def _finite(values: torch.Tensor) -> list:  # type: ignore[type-arg]  # nested as the tensor is
+    return values.nan_to_num(nan=FLOOR, neginf=FLOOR).clamp_min(FLOOR).tolist()
