@@ -11,6 +11,7 @@ from gateway.config import GatewayConfig
 from gateway.errors import ApiError, invalid
 from gateway.fields import Fields
 from gateway.report import Report
+from gateway.structured import FREE, Constraint, check_alone, read_constraint
 from shared.messages import ModelInfo, Sampling
 
 MAX_TOKENS_CEILING = 1 << 31  # larger integers are no lengths; below it the model's own limit is named
@@ -45,6 +46,7 @@ class Decoding:
     logit_bias: tuple[tuple[int, float], ...]
     logprobs: int  # alternatives per output token; -1: no log-probabilities
     prompt_logprobs: int  # the same for the prompt
+    constraint: Constraint = FREE  # what the answer must match
 
     @property
     def samples(self) -> int:
@@ -98,6 +100,7 @@ class Decoding:
             logit_bias=list(self.logit_bias),
             logprobs=self.logprobs,
             prompt_logprobs=self.prompt_logprobs,
+            grammar=self.constraint.grammar,
         )
 
 
@@ -134,11 +137,13 @@ def read_decoding(
         logit_bias=_logit_bias(fields.raw("logit_bias")),
         logprobs=report.logprobs,
         prompt_logprobs=report.from_the_mesh,
+        constraint=read_constraint(fields),
     )
 
 
 def check_combination(decoding: Decoding, stream: bool) -> None:
     """Refuse what cannot go together, by the name of the field that asks for it."""
+    check_alone(decoding.constraint, decoding.beam_width, decoding.min_tokens, decoding.ignore_eos)
     if stream and decoding.beam_width:  # choices that are ranked at their end cannot be streamed before it
         raise invalid("'use_beam_search' cannot be streamed: which beam is best shows at the end", "stream")
     if stream and decoding.best_of > decoding.n:

@@ -22,12 +22,12 @@ MAX_WHITESPACE = 16
 """Between two parts of a JSON text. Without a bound, a model may pad with spaces until its max_tokens."""
 
 ENGINE_LIMITS: dict[str, int | bool] = {
-    "max_items_in_row": 2_000,
+    "max_items_in_row": 600,  # an ambiguous grammar's masks cost its square: 35 ms; 2,000 would be 900 ms
     "initial_lexer_fuel": 1_000_000,  # some 20 ms of compiling
     "step_lexer_fuel": 200_000,  # some 15 ms of one step's mask
     "step_max_items": 50_000,  # some 3 ms of one step's mask
-    "max_lexer_states": 50_000,  # 1 to 2 kB each
-    "max_grammar_size": 200_000,
+    "max_lexer_states": 20_000,  # 1 to 2 kB each
+    "max_grammar_size": 100_000,
     "verbose_errors": False,  # errors reach logs and clients: nothing of what was generated in them
 }
 """Arguments of llguidance's ``LLParserLimits``: they bound the time and memory of one grammar, compiled or run."""

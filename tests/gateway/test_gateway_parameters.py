@@ -85,7 +85,7 @@ def test_null_means_absent() -> None:
         ("logprobs", 21), ("logprobs", -1), ("logprobs", True), ("logprobs", 1.0), ("echo", 1), ("suffix", "x"),
         ("prompt_logprobs", 21), ("prompt_logprobs", -1), ("prompt_logprobs", False), ("return_token_ids", 1),
         ("top_logprobs", 1), ("bad_words", ["x"]), ("priority", 101), ("priority", 1.0), ("priority", "high"),
-        ("response_format", {"type": "json_object"}), ("guided_regex", "a*"), ("regex", "a*"), ("tools", [{}]),
+        ("response_format", "json_object"), ("guided_regex", ""), ("regex", "a*"), ("tools", [{}]),
         ("chat_template", "x"), ("no_such_field", 1), ("skip_special_tokens", 0),
         ("cache_salt", 5), ("cache_salt", "x" * 257),
     ],
@@ -250,7 +250,7 @@ def test_messages_are_needed(value: Any) -> None:
     [
         {"chat_template": "{{ x }}"}, {"chat_template_kwargs": {"chat_template": "x"}},
         {"tools": [{"type": "function"}]},
-        {"tool_choice": "required"}, {"response_format": {"type": "json_schema"}}, {"logprobs": 3},
+        {"tool_choice": "required"}, {"response_format": "json_object"}, {"logprobs": 3},
         {"top_logprobs": 3}, {"top_logprobs": 3, "logprobs": False}, {"top_logprobs": 21, "logprobs": True},
         {"echo": True}, {"functions": [{}]}, {"reasoning_effort": "high"}, {"modalities": ["audio"]},
     ],
