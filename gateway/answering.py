@@ -17,10 +17,10 @@ from starlette.types import Receive, Scope, Send
 
 from gateway.access import Access, access_of
 from gateway.body import ClientGone, parse_json, read_body
-from gateway.choice_text import ChoiceText
+from gateway.choices import choice_text, prompt_report
 from gateway.config import GatewayConfig
-from gateway.decoding import Decoding
 from gateway.deadline import deadline_ns
+from gateway.decoding import Decoding
 from gateway.dispatch import Dispatch, Part
 from gateway.endpoints import Endpoint, Request, WriterContext
 from gateway.errors import ApiError, unavailable
@@ -219,7 +219,10 @@ class AnswerApp:
                     gateway.metrics.prompt_tokens.inc(flight.prompt_tokens)
                     gateway.metrics.request_prompt_tokens.observe(flight.prompt_tokens)
                     writer = self._endpoint.writer(
-                        request, WriterContext(flight, visit.arrival_ns // 1_000_000_000, model.name)
+                        request,
+                        WriterContext(
+                            flight, visit.arrival_ns // 1_000_000_000, model.name, gateway.tokenizer.vocabulary
+                        ),
                     )
                     if request.delivery.stream:
                         await self._stream(send, writer, visit)
@@ -264,7 +267,10 @@ class AnswerApp:
                 arrival_ns=visit.arrival_ns,
                 n=decoding.samples,
                 prompt_index=index,
-                cache_salt=visit.access.salt(request.delivery.cache_salt),
+                # Log-probabilities come from computing: what the prefix cache holds is not computed again.
+                cache_salt=new_request_id()
+                if decoding.prompt_logprobs >= 0
+                else visit.access.salt(request.delivery.cache_salt),
                 priority=visit.access.priority(request.delivery.priority),
                 tenant=visit.access.tenant,
                 tenant_weight=visit.access.weight,
@@ -276,19 +282,15 @@ class AnswerApp:
         for submit in submits:
             gateway.dispatch.check_size(submit)
         records = []
-        for submit, prompt in zip(submits, prompts, strict=True):
+        vocabulary = gateway.tokenizer.vocabulary
+        for index, (submit, prompt) in enumerate(zip(submits, prompts, strict=True)):
+            source = request.prompts[index] if isinstance(request, CompletionRequest) else prompt
+            told = prompt_report(request.report, source, prompt, vocabulary)
             choices = [
-                flight.add_choice(
-                    ChoiceText(
-                        gateway.tokenizer.vocabulary.detokenizer(prompt),
-                        decoding.stop,
-                        decoding.include_stop,
-                        decoding.min_tokens,
-                    )
-                )
+                flight.add_choice(choice_text(decoding, request.report, prompt, told, vocabulary), told)
                 for _ in range(decoding.samples)
             ]
-            records.append(gateway.dispatch.open(submit, Part(flight, choices)))
+            records.append(gateway.dispatch.open(submit, Part(flight, choices, told)))
         return records
 
     async def _offer(self, records: list[RequestRecord[Part]], flight: Flight) -> None:

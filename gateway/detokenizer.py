@@ -17,7 +17,7 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Any, Protocol
 
 from tokenizers import Tokenizer, pre_tokenizers
@@ -43,37 +43,77 @@ class Vocabulary:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        special = {id_ for id_, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+        self.special_tokens: dict[int, str] = {
+            id_: token.content for id_, token in tokenizer.get_added_tokens_decoder().items() if token.special
+        }
         vocab: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
         added = tokenizer.get_added_tokens_decoder()
         tokens = {id_: token for token, id_ in vocab.items()}
         tokens.update({id_: token.content for id_, token in added.items()})
         self._decoder = json.loads(tokenizer.to_str())["decoder"]
+        special = self.special_tokens
         self._bytes: dict[int, bytes] | None = None
+        self._bytes_and_special: dict[int, bytes] = {}  # made when it is first asked for
         self._visible: frozenset[int] = frozenset()
-        self._byte_tokens: frozenset[int] = frozenset()
+        self._byte_tokens: dict[int, bytes] = {}
+        self._anchor: list[int] = []  # some token of ordinary text
+        self._text_bytes: dict[int, bytes] = {}  # of tokens of ordinary text that were asked for
         if _is_byte_level(self._decoder):
             self._bytes = {id_: _token_bytes(token) for id_, token in tokens.items() if id_ not in special}
         else:
-            self._visible = frozenset(tokens) - special
-            self._byte_tokens = frozenset(
-                id_ for id_ in self._visible if _BYTE_TOKEN.fullmatch(tokens[id_]) is not None
-            )
+            self._visible = frozenset(tokens) - special.keys()
+            self._byte_tokens = {
+                id_: bytes.fromhex(tokens[id_][3:5])
+                for id_ in self._visible
+                if _BYTE_TOKEN.fullmatch(tokens[id_]) is not None
+            }
+            self._anchor = [next((id_ for id_ in sorted(self._visible) if id_ not in self._byte_tokens), 0)]
         self.longest_token_chars = max((len(token) for token in tokens.values()), default=1)
 
-    def detokenizer(self, prompt: Sequence[int]) -> Detokenizer:
-        """A detokenizer for a text that continues ``prompt``."""
+    def detokenizer(self, prompt: Sequence[int], special_tokens: bool = False) -> Detokenizer:
+        """A detokenizer for a text that continues ``prompt``, in which ``special_tokens`` are shown or not."""
         if self._bytes is not None:
-            return _ByteLevelDetokenizer(self._bytes)
+            return _ByteLevelDetokenizer(self._with_special(self._bytes) if special_tokens else self._bytes)
+        visible = self._visible | self.special_tokens.keys() if special_tokens else self._visible
         anchor: list[int] = []
         for token in reversed(prompt[-_MAX_ANCHOR_SEARCH:]):
-            if token in self._visible and token not in self._byte_tokens:
+            if token in visible and token not in self._byte_tokens:
                 anchor = [token]
                 break
-        return _AnchoredDetokenizer(self._decode, self._visible, self._byte_tokens, anchor)
+        decode = self._decode_all if special_tokens else self._decode
+        return _AnchoredDetokenizer(decode, visible, self._byte_tokens.keys(), anchor)
+
+    def token_bytes(self, token: int) -> bytes:
+        """What a token alone adds to a text that has begun; a special token's spelling; nothing for an unknown id.
+
+        It may be a part of a character. Joined, the bytes of a text's tokens are the text.
+        """
+        spelling = self.special_tokens.get(token)
+        if spelling is not None:
+            return spelling.encode("utf-8", "replace")
+        if self._bytes is not None:
+            return self._bytes.get(token, b"")
+        if token in self._byte_tokens:
+            return self._byte_tokens[token]
+        if token not in self._visible:
+            return b""
+        if token not in self._text_bytes:
+            text = self._decode([*self._anchor, token])[len(self._decode(self._anchor)) :]
+            self._text_bytes[token] = text.encode("utf-8", "replace")
+        return self._text_bytes[token]
+
+    def _with_special(self, token_bytes: dict[int, bytes]) -> dict[int, bytes]:
+        if not self._bytes_and_special:
+            spelled = {id_: text.encode("utf-8", "replace") for id_, text in self.special_tokens.items()}
+            self._bytes_and_special = token_bytes | spelled
+        return self._bytes_and_special
 
     def _decode(self, tokens: list[int]) -> str:
         text: str = self._tokenizer.decode(tokens, skip_special_tokens=True)
+        return text
+
+    def _decode_all(self, tokens: list[int]) -> str:
+        text: str = self._tokenizer.decode(tokens, skip_special_tokens=False)
         return text
 
 
@@ -98,8 +138,8 @@ class _AnchoredDetokenizer:
     def __init__(
         self,
         decode: Callable[[list[int]], str],
-        visible: frozenset[int],
-        byte_tokens: frozenset[int],
+        visible: Set[int],
+        byte_tokens: Set[int],
         anchor: list[int],
     ) -> None:
         self._decode = decode

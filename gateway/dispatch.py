@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from gateway.config import GatewayConfig
 from gateway.errors import invalid, late, refusal, unavailable
 from gateway.flight import Choice, Flight
-from gateway.ledger import Ledger, Progress, RequestRecord, Update
+from gateway.ledger import Broken, Ledger, PromptPiece, RequestRecord, Update
 from gateway.mesh_view import MeshView
 from gateway.metrics import GatewayMetrics
+from gateway.token_details import PromptReport
 from shared.bus import Bus, BusUnavailable, NoResponder, PayloadTooLarge
 from shared.messages import (
     AnyMessage,
@@ -42,16 +43,18 @@ log = logging.getLogger("headrace.gateway")
 BEAT_INTERVAL_S = 1.0
 REPLY_TIMEOUT_S = 1.0
 RETRY_PAUSE_S = 0.1
-MESSAGE_MARGIN_BYTES = 4096  # of a Submit beyond its tokens: ids, sampling, stop ids, traceparent
+MESSAGE_MARGIN_BYTES = 4096  # of what carries a Submit's parts on: a plan with its pages, ids
 LIVE_ENTRY_BYTES = 48  # of one (request, attempt) in a beat, rounded up
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Part:
     """One prompt of a flight: the owner that the ledger hands back."""
 
     flight: Flight
     choices: list[Choice]
+    prompt: PromptReport | None = None  # where the client wants to know something about it
+    cached: int = -1  # its tokens that the prefix cache held, once that is known
 
 
 class Dispatch:
@@ -96,7 +99,7 @@ class Dispatch:
     def check_size(self, submit: Submit) -> None:
         """Refuse what no bus message could carry; a resume carries the prompt and all tokens generated so far."""
         sampling = submit.sampling
-        need_bytes = len(submit.prompt) + 4 * sampling.max_tokens * submit.n + MESSAGE_MARGIN_BYTES
+        need_bytes = len(encode(submit)) + 4 * sampling.max_tokens * submit.n + MESSAGE_MARGIN_BYTES
         if need_bytes > self._bus.max_payload:
             raise invalid(
                 f"the prompt of {len(submit.prompt) // 4} tokens and n * max_tokens of "
@@ -170,11 +173,18 @@ class Dispatch:
 
     def _deliver(self, record: RequestRecord[Part], update: Update, now_s: float) -> None:
         flight = record.owner.flight
-        if not isinstance(update, Progress):
+        if isinstance(update, Broken):
             flight.fail_interrupted(update.reason)
             return
+        if isinstance(update, PromptPiece):
+            if record.owner.prompt is not None:
+                record.owner.prompt.logprobs += update.logprobs
+            return
+        if update.cached >= 0 and record.owner.cached < 0:  # told for each choice; the prompt is counted once
+            record.owner.cached = update.cached
+            flight.cached_tokens += update.cached
         choice = record.owner.choices[update.choice]
-        flight.feed(choice, update.tokens, update.end, now_s, update.log_prob)
+        flight.feed(choice, update.tokens, update.end, now_s, update.log_prob, update.logprobs)
         if choice.text.stopped_here and not update.end:
             record.choices[update.choice].closed = record.choices[update.choice].ended = True
             self._cancel(Cancel(record.submit.request_id, record.attempt, update.choice))

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from gateway.config import GatewayConfig
 from gateway.decoding import Decoding
+from gateway.detokenizer import Vocabulary
 from gateway.flight import Flight
 from gateway.parameters import (
     DEFAULT_MAX_TOKENS,
@@ -19,6 +20,7 @@ from gateway.parameters import (
     parse_generate,
 )
 from gateway.report import Report
+from gateway.token_report import TokenReport
 from gateway.tokenizer import PromptTokenizer
 from gateway.writers import ChatWriter, CompletionWriter, GenerateWriter, Writer
 from shared.ids import new_request_id
@@ -32,6 +34,7 @@ class WriterContext:
     flight: Flight
     created_s: int
     model: str
+    vocabulary: Vocabulary
 
 
 class Request(Protocol):
@@ -74,8 +77,9 @@ class Completions:
 
     def writer(self, request: CompletionRequest, context: WriterContext) -> Writer:
         return CompletionWriter(
-            context.flight, _answer_id("cmpl"), context.created_s, context.model, request.delivery.include_usage
-        )
+            context.flight, _answer_id("cmpl"), context.created_s, context.model, request.delivery,
+            TokenReport(request.report, context.vocabulary),
+        )  # fmt: skip
 
 
 class Generate(Completions):
@@ -105,8 +109,9 @@ class Chat:
 
     def writer(self, request: ChatRequest, context: WriterContext) -> Writer:
         return ChatWriter(
-            context.flight, _answer_id("chatcmpl"), context.created_s, context.model, request.delivery.include_usage
-        )
+            context.flight, _answer_id("chatcmpl"), context.created_s, context.model, request.delivery,
+            TokenReport(request.report, context.vocabulary),
+        )  # fmt: skip
 
 
 def _answer_id(prefix: str) -> str:

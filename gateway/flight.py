@@ -7,11 +7,14 @@ gathered. So a slow reader never queues messages: its pending text merges, and i
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gateway.choice_text import ChoiceText
 from gateway.errors import ApiError, interrupted
 from gateway.metrics import GatewayMetrics
+from gateway.token_details import PromptReport
+from shared.messages import TokenLogprob
 
 
 @dataclass(slots=True, eq=False)
@@ -24,6 +27,7 @@ class Choice:
     waiting: bool = False  # in line to be handed out
     last_token_s: float = 0.0
     log_prob: float = 0.0  # cumulative, once it has ended and where it was asked for
+    prompt: PromptReport | None = None  # where the client wants to know something about its prompt
 
 
 class Flight:
@@ -34,6 +38,7 @@ class Flight:
         self.arrival_s = arrival_s
         self.choices: list[Choice] = []
         self.prompt_tokens = 0
+        self.cached_tokens = 0  # of the prompts, held by the prefix cache
         self.error: ApiError | None = None
         self.client_gone = False
         self.first_token_s = 0.0
@@ -43,8 +48,8 @@ class Flight:
         self._left_out_tokens = 0
         self._wake = asyncio.Event()
 
-    def add_choice(self, text: ChoiceText) -> Choice:
-        choice = Choice(len(self.choices), text)
+    def add_choice(self, text: ChoiceText, prompt: PromptReport | None = None) -> Choice:
+        choice = Choice(len(self.choices), text, prompt.echo if prompt is not None else "", prompt=prompt)
         self.choices.append(choice)
         self._open += 1
         return choice
@@ -58,7 +63,10 @@ class Flight:
         """Nothing more will come."""
         return self._open == 0 or self.error is not None or self.client_gone
 
-    def feed(self, choice: Choice, tokens: list[int], end: str, now_s: float, log_prob: float = 0.0) -> None:
+    def feed(
+        self, choice: Choice, tokens: list[int], end: str, now_s: float, log_prob: float = 0.0,
+        logprobs: Sequence[TokenLogprob] = (),
+    ) -> None:  # fmt: skip
         """New tokens of a choice that has not ended."""
         if choice.text.finish_reason is not None:
             return
@@ -66,7 +74,7 @@ class Flight:
             self._book_latency(choice, len(tokens), now_s)
         choice.log_prob = log_prob
         before = choice.text.num_tokens
-        text = choice.text.feed(tokens, end)
+        text = choice.text.feed(tokens, end, logprobs)
         self._metrics.generation_tokens.inc(choice.text.num_tokens - before)
         finished = choice.text.finish_reason is not None
         if finished:

@@ -15,6 +15,9 @@ import msgspec
 
 from gateway.errors import ApiError
 from gateway.flight import Choice, Flight
+from gateway.parameters import Delivery
+from gateway.token_details import TokenDetail
+from gateway.token_report import TokenReport
 
 Progress = Sequence[tuple[Choice, str]]
 
@@ -55,18 +58,28 @@ def json_text(text: str) -> bytes:
     U+0085, U+2028 and U+2029 are legal in JSON and in SSE, but some clients split lines there.
     """
     encoded = _json(text)
-    if not text.isascii():
+    return encoded if text.isascii() else _one_line(encoded)
+
+
+def _one_line(encoded: bytes) -> bytes:
+    if not encoded.isascii():
         for char, escape in ((b"\xc2\x85", b"\\u0085"), (b"\xe2\x80\xa8", b"\\u2028"), (b"\xe2\x80\xa9", b"\\u2029")):
             encoded = encoded.replace(char, escape)
     return encoded
 
 
-def usage(flight: Flight) -> dict[str, int]:
+def one_line(tree: Any) -> bytes:
+    """A tree as JSON on what every client takes for one line."""
+    return _one_line(_json(tree))
+
+
+def usage(flight: Flight) -> dict[str, Any]:
     completion_tokens = flight.completion_tokens
     return {
         "prompt_tokens": flight.prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": flight.prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": flight.cached_tokens},
     }
 
 
@@ -81,9 +94,14 @@ class _OpenAIWriter:
     whole_object = ""
     chunk_object = ""
 
-    def __init__(self, flight: Flight, answer_id: str, created_s: int, model: str, include_usage: bool) -> None:
+    def __init__(
+        self, flight: Flight, answer_id: str, created_s: int, model: str, delivery: Delivery, report: TokenReport
+    ) -> None:
         self._flight = flight
-        self._include_usage = include_usage
+        self._include_usage = include_usage = delivery.include_usage
+        self._continuous_usage = delivery.continuous_usage
+        self._report = report
+        self._per_token = report.wanted.per_token
         self._head: dict[str, Any] = {"id": answer_id, "created": created_s, "model": model}
         head = _json({"id": answer_id, "object": self.chunk_object, "created": created_s, "model": model})
         self._frame_head = b"data: " + head[:-1] + b',"choices":['
@@ -92,6 +110,18 @@ class _OpenAIWriter:
 
     def _frame(self, choice: bytes) -> bytes:
         return self._frame_head + choice + self._frame_tail
+
+    def progress(self, progress: Progress) -> bytes:
+        if self._continuous_usage:
+            self._frame_tail = b'],"usage":' + _json(usage(self._flight)) + b"}\n\n"
+        return self._detailed_progress(progress) if self._per_token else self._plain_progress(progress)
+
+    def _plain_progress(self, progress: Progress) -> bytes:
+        raise NotImplementedError
+
+    def _detailed_progress(self, progress: Progress) -> bytes:
+        """With log-probabilities or token ids: trees, and as much slower."""
+        raise NotImplementedError
 
     def closing(self) -> bytes:
         done = b"data: [DONE]\n\n"
@@ -113,8 +143,27 @@ class _OpenAIWriter:
                 "model": head["model"],
                 "choices": choices,
                 "usage": usage(self._flight),
+                **self._whole_extras(),
             }
         )
+
+    def _prompt_extras(self, choice: Choice) -> dict[str, Any]:
+        """vLLM's fields about the prompt that ``choice`` continues, as far as they were asked for."""
+        extras: dict[str, Any] = {}
+        if choice.prompt is None:
+            return extras
+        if self._report.wanted.token_ids:
+            extras["prompt_token_ids"] = list(choice.prompt.ids)
+        if self._report.wanted.prompt_logprobs >= 0:
+            extras["prompt_logprobs"] = self._report.prompt_logprobs(choice.prompt)
+        return extras
+
+    def _token_ids(self, details: Sequence[TokenDetail]) -> dict[str, Any]:
+        """vLLM's field with the ids behind a choice's text, if it was asked for."""
+        return {"token_ids": [detail.token for detail in details]} if self._report.wanted.token_ids else {}
+
+    def _whole_extras(self) -> dict[str, Any]:
+        return {}
 
     def _whole_choice(self, choice: Choice, text: str) -> dict[str, Any]:
         raise NotImplementedError
@@ -125,15 +174,18 @@ class ChatWriter(_OpenAIWriter):
     chunk_object = "chat.completion.chunk"
 
     def opening(self) -> bytes:
-        return b"".join(
+        frames = [
             self._frame(
                 b'{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}'
                 % choice.index
             )
             for choice in self._flight.choices
-        )
+        ]
+        if extras := self._prompt_extras(self._flight.choices[0]):
+            frames[0] = frames[0][:-3] + b"," + one_line(extras)[1:] + b"\n\n"
+        return b"".join(frames)
 
-    def progress(self, progress: Progress) -> bytes:
+    def _plain_progress(self, progress: Progress) -> bytes:
         frames = []
         for choice, text in progress:
             if text:
@@ -152,23 +204,56 @@ class ChatWriter(_OpenAIWriter):
                 )
         return b"".join(frames)
 
+    def _detailed_progress(self, progress: Progress) -> bytes:
+        frames = []
+        for choice, text in progress:
+            details = self._report.take_details(choice)
+            finish_reason = choice.text.finish_reason
+            if text:
+                frames.append(self._detailed_frame(choice, {"content": text}, details, None))
+                details = []
+            if finish_reason is not None:
+                frames.append(self._detailed_frame(choice, {}, details, finish_reason))
+        return b"".join(frames)
+
+    def _detailed_frame(
+        self, choice: Choice, delta: dict[str, Any], details: Sequence[TokenDetail], finish_reason: str | None
+    ) -> bytes:
+        tree = {
+            "index": choice.index,
+            "delta": delta,
+            "logprobs": self._report.chat_logprobs(details),
+            "finish_reason": finish_reason,
+            **self._token_ids(details),
+        }
+        return self._frame(one_line(tree))
+
     def _whole_choice(self, choice: Choice, text: str) -> dict[str, Any]:
+        details = self._report.take_details(choice) if self._per_token else []
         return {
             "index": choice.index,
             "message": {"role": "assistant", "content": text, "refusal": None},
-            "logprobs": None,
+            "logprobs": self._report.chat_logprobs(details),
             "finish_reason": choice.text.finish_reason,
+            **self._token_ids(details),
         }
+
+    def _whole_extras(self) -> dict[str, Any]:
+        return self._prompt_extras(self._flight.choices[0])  # a chat has one prompt
 
 
 class CompletionWriter(_OpenAIWriter):
     whole_object = "text_completion"
     chunk_object = "text_completion"
 
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._begun: set[int] = set()  # choices of whose prompt a stream has told
+
     def opening(self) -> bytes:
         return b""
 
-    def progress(self, progress: Progress) -> bytes:
+    def _plain_progress(self, progress: Progress) -> bytes:
         return b"".join(
             self._frame(
                 b'{"index":%d,"text":%b,"logprobs":null,"finish_reason":%b}'
@@ -177,12 +262,27 @@ class CompletionWriter(_OpenAIWriter):
             for choice, text in progress
         )
 
+    def _detailed_progress(self, progress: Progress) -> bytes:
+        frames = []
+        for choice, text in progress:
+            tree = self._choice(choice, text)
+            if choice.index not in self._begun:
+                self._begun.add(choice.index)
+                tree |= self._prompt_extras(choice)
+            frames.append(self._frame(one_line(tree)))
+        return b"".join(frames)
+
     def _whole_choice(self, choice: Choice, text: str) -> dict[str, Any]:
+        return self._choice(choice, text) | self._prompt_extras(choice)
+
+    def _choice(self, choice: Choice, text: str) -> dict[str, Any]:
+        details = self._report.take_details(choice) if self._per_token else []
         return {
             "index": choice.index,
             "text": text,
-            "logprobs": None,
+            "logprobs": self._report.completion_logprobs(details),
             "finish_reason": choice.text.finish_reason,
+            **self._token_ids(details),
         }
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -35,6 +36,7 @@ from shared.messages import (
     SubmitReply,
     TokenBatch,
     TokenEntry,
+    TokenLogprob,
     decode,
     encode,
     unpack_tokens,
@@ -57,6 +59,19 @@ def pseudo_random(submit: Submit, choice: int, position: int) -> int:
     ) % 2**64
     key = (key * 0x9E3779B97F4A7C15) % 2**64
     return 3 + (key >> 33) % (296 - 3)
+
+
+def told_of(token: int, position: int, alternatives: int) -> TokenLogprob:
+    """Log-probabilities that a test can foresee: a third of the tokens are not among the most probable ones, and the
+    last of several alternatives is impossible."""
+    ids = [3 + (token + 11 * index) % 290 for index in range(alternatives)]
+    values = [-(1 + position % 5 + index) / 8 for index in range(alternatives)]
+    if alternatives > 1:
+        values[-1] = -math.inf
+    if alternatives and token % 3:
+        ids[0] = token
+        return TokenLogprob(values[0], 1, ids, values)
+    return TokenLogprob(-9.25, 77, ids, values)
 
 
 @dataclasses.dataclass
@@ -84,6 +99,7 @@ class FakeMesh:
         self.gateway_beats: list[GatewayBeat] = []
         self.running: list[Running] = []
         self.sent_tokens = 0
+        self.cached = -1  # prompt tokens that the prefix cache is said to have held
 
     async def start(self) -> None:
         await self.bus.subscribe(self.subjects.submit_all(self.epoch), self._on_submit)
@@ -122,15 +138,35 @@ class FakeMesh:
             end = self._end(submit, token, len(sequence.tokens))
             if end:
                 self.running.remove(sequence)
-            by_gateway.setdefault(submit.gateway, []).append(
+            wanted = submit.sampling.logprobs
+            entries = by_gateway.setdefault(submit.gateway, [])
+            if offset == 0 and sequence.choice == 0:
+                entries += self._prompt_entries(submit)
+            entries.append(
                 TokenEntry(
                     submit.request_id, submit.attempt, sequence.choice, offset, [token], end,
                     len(sequence.tokens) if end else 0,
+                    logprobs=[told_of(token, offset, wanted)] if wanted >= 0 else [],
+                    cached=self.cached if offset == 0 else -1,
                 )
             )  # fmt: skip
             self.sent_tokens += 1
         for gateway, entries in by_gateway.items():
             await self.send(gateway, entries)
+
+    def _prompt_entries(self, submit: Submit) -> list[TokenEntry]:
+        """The prompt's log-probabilities in pieces that overlap."""
+        wanted = submit.sampling.prompt_logprobs
+        if wanted < 0:
+            return []
+        told = [told_of(token, place, wanted) for place, token in enumerate(unpack_tokens(submit.prompt))]
+        return [
+            TokenEntry(
+                submit.request_id, submit.attempt, 0, 0, [],
+                prompt_logprobs=told[start : start + 5], prompt_offset=start,
+            )
+            for start in range(1, len(told), 3)
+        ]  # fmt: skip
 
     async def send(self, gateway: str, entries: list[TokenEntry], epoch: int | None = None) -> None:
         batch = TokenBatch(self.epoch if epoch is None else epoch, "worker", 1, 1, entries)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
+
 from tokenizers_under_test import byte_level
 
-from gateway.choice_text import ChoiceText
+from gateway.choice_text import ChoiceText, DetailedChoiceText, NoText
 from gateway.detokenizer import Vocabulary
 
 TOKENIZER = byte_level()
@@ -75,3 +77,74 @@ def test_no_stop_string_counts_within_min_tokens() -> None:
 def test_a_stop_string_can_be_included() -> None:
     text = choice("yz", include=True)
     assert text.feed(ids("xyzq")) == "xyz"
+
+
+def detailed(*stops: str, offset: int = 0, min_tokens: int = 0, include: bool = False) -> DetailedChoiceText:
+    return DetailedChoiceText(VOCABULARY.detokenizer([]), stops, include, min_tokens, offset)
+
+
+def tokens_of(text: ChoiceText) -> list[int]:
+    return [detail.token for detail in text.take_details()]
+
+
+def test_details_come_with_the_text_that_they_settle() -> None:
+    text = detailed("yzw")
+    x, y, z, q = (ids(char)[0] for char in "xyzq")
+    assert (text.feed([x, y]), tokens_of(text)) == ("x", [x])
+    assert (text.feed([z]), tokens_of(text)) == ("", [])
+    assert (text.feed([q]), tokens_of(text)) == ("yzq", [y, z, q])
+
+
+def test_half_a_character_waits_for_its_other_half() -> None:
+    text = detailed()
+    first, second = ids("é")
+    assert (text.feed([first]), tokens_of(text)) == ("", [])
+    assert text.feed([second]) == "é"
+    assert [(detail.token, detail.offset) for detail in text.take_details()] == [(first, 0), (second, 0)]
+
+
+def test_what_waits_comes_at_the_end() -> None:
+    text = detailed("yzw")
+    y, z = ids("yz")
+    assert (text.feed([y, z, EOS], "stop"), tokens_of(text)) == ("yz", [y, z, EOS])
+    cut = detailed()
+    assert (cut.feed(ids("é")[:1], "length"), tokens_of(cut)) == ("\ufffd", ids("é")[:1])
+
+
+def test_tokens_behind_a_stop_string_have_no_details() -> None:
+    text = detailed("yz")
+    assert text.feed(ids("xyzq")) == "x"
+    assert tokens_of(text) == ids("xyz")
+    assert (text.num_tokens, text.finish_reason) == (3, "stop")
+
+
+def test_offsets_count_what_precedes_the_text() -> None:
+    text = detailed(offset=7)
+    text.feed(ids("xy"))
+    assert [detail.offset for detail in text.take_details()] == [7, 8]
+
+
+def test_details_change_nothing_about_the_text() -> None:
+    for seed in range(300):
+        rng = random.Random(seed)
+        tokens = [rng.randrange(3, 296) for _ in range(rng.randint(1, 40))]
+        stops = rng.choice([(), ("a",), ("\ufffd", "ab"), ("th", "e")])
+        end = rng.choice(["stop", "length"])
+        include, min_tokens = rng.random() < 0.5, rng.choice([0, 5])
+        plain = choice(*stops, include=include, min_tokens=min_tokens)
+        told = detailed(*stops, include=include, min_tokens=min_tokens)
+        seen: list[int] = []
+        at = 0
+        while at < len(tokens) and plain.finish_reason is None:
+            size = rng.randint(1, 4)
+            piece, last = tokens[at : at + size], end if at + size >= len(tokens) else ""
+            assert told.feed(piece, last) == plain.feed(piece, last), f"seed {seed}"
+            seen += tokens_of(told)
+            at += size
+        assert (told.num_tokens, told.finish_reason) == (plain.num_tokens, plain.finish_reason), f"seed {seed}"
+        assert seen == tokens[: told.num_tokens], f"seed {seed}"
+
+
+def test_who_only_looks_at_the_prompt_gets_no_text() -> None:
+    text = NoText(VOCABULARY.detokenizer([]), (), False, 0)
+    assert (text.feed(ids("x")), text.num_tokens, text.finish_reason) == ("", 0, "length")

@@ -96,3 +96,40 @@ def test_the_cost_of_a_token_does_not_grow(name: str) -> None:
 
 def test_longest_token() -> None:
     assert Vocabulary(byte_level()).longest_token_chars == len("<|endoftext|>")
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_special_tokens_are_shown_if_asked_for(name: str) -> None:
+    tokenizer = TOKENIZERS[name]
+    for seed in range(200):
+        rng = random.Random(seed)
+        ids = [rng.randrange(tokenizer.get_vocab_size() + 8) for _ in range(rng.randint(0, 40))]
+        detokenizer = VOCABULARIES[name].detokenizer([], special_tokens=True)
+        text = "".join([detokenizer.feed([token]) for token in ids]) + detokenizer.finish()
+        assert text == tokenizer.decode(ids, skip_special_tokens=False), f"seed {seed}"
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_the_bytes_of_tokens_join_to_their_text(name: str) -> None:
+    """Behind an ordinary token; broken runs of byte tokens, of which text makes U+FFFD as a whole, are left out."""
+    tokenizer, vocabulary = TOKENIZERS[name], VOCABULARIES[name]
+    special = set(vocabulary.special_tokens)
+    ordinary = [id_ for id_ in range(tokenizer.get_vocab_size()) if id_ not in special]
+    if name in ("llama_style", "metaspace"):
+        ordinary = [id_ for id_ in ordinary if id_ > 258]
+    for seed in range(100):
+        rng = random.Random(seed)
+        prompt = [rng.choice(ordinary)]
+        ids = [rng.choice(ordinary) for _ in range(20)]
+        detokenizer = vocabulary.detokenizer(prompt)
+        text = detokenizer.feed(ids) + detokenizer.finish()
+        assert b"".join(map(vocabulary.token_bytes, ids)).decode("utf-8", "replace") == text, f"seed {seed}"
+
+
+def test_the_bytes_of_single_tokens() -> None:
+    llama = VOCABULARIES["llama_style"]
+    assert llama.token_bytes(3 + 0xC3) == b"\xc3"
+    assert llama.token_bytes(1) == b"<s>"
+    assert llama.token_bytes(10**6) == b""
+    hello = TOKENIZERS["llama_style"].token_to_id("▁hello")
+    assert llama.token_bytes(hello) == b" hello"
