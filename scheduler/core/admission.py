@@ -180,7 +180,7 @@ class Admission:
             if generated >= sequence.expect_again:
                 self._expect(sequence, generated)
             left = sequence.expected - generated
-        return Growing(tokens, left, own, len(sequence.pages))
+        return Growing(tokens, left, own, len(sequence.pages), sequence.to_fork)
 
     def _expect(self, sequence: Sequence, generated: int) -> None:
         """How long it is expected to be in the end; asked again when it gets there, and every now and then."""
@@ -192,7 +192,8 @@ class Admission:
         max_left = max(0, sequence.submit.sampling.max_tokens - sequence.generated)
         left = self._lengths.expected_left(sequence.rank, sequence.generated, max_left)
         tokens = len(sequence.tokens)
-        return Growing(tokens, left, placement.new, pages_for(tokens, worker.capacity.block_size))
+        blocks = pages_for(tokens, worker.capacity.block_size)
+        return Growing(tokens, left, placement.new, blocks, sequence.to_fork)
 
     def project(self, worker: WorkerState, sure: bool = False) -> Projection:
         own = worker.own_blocks()
@@ -241,9 +242,8 @@ class _Pass:
             self._reserve()
         self.free_slots -= max(1, sequence.submit.sampling.beam_width)
         if self._committed is not None:
-            self._committed += max(1, sequence.submit.sampling.beam_width) * pages_for(
-                sequence.worst_case_tokens, self._worker.capacity.block_size
-            )
+            worst = pages_for(sequence.worst_case_tokens, self._worker.capacity.block_size)
+            self._committed += worst * (1 + sequence.to_fork)
         if self._long_blocks is not None and self._is_long(sequence):
             self._long_blocks += len(sequence.pages)
 
@@ -256,8 +256,7 @@ class _Pass:
             return False
         if not self._limits.growth_aware_admission:
             return True
-        worst = pages_for(sequence.worst_case_tokens, worker.capacity.block_size)
-        worst *= max(1, sequence.submit.sampling.beam_width)
+        worst = pages_for(sequence.worst_case_tokens, worker.capacity.block_size) * (1 + sequence.to_fork)
         if self._committed is None:
             self._committed = worker.committed_blocks()
         pinned = worker.num_pinned if sequence is not worker.pinned_for else 0

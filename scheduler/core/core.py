@@ -198,8 +198,8 @@ class SchedulerCore(SearchingState):
         """The next plan for a worker, or None: nothing to run, or ``run_ahead`` plans are in flight."""
         worker = self.workers[worker_name]
         events: list[CoreEvent] = []
-        if len(worker.in_flight) >= self.limits.run_ahead:
-            return None, events
+        if len(worker.in_flight) >= self.limits.run_ahead or (worker.in_flight and worker.has_searches):
+            return None, events  # beams go on from settled results: ahead of them a plan would have half of a batch
         queue = self._models[worker.capacity.model].queue
         admit = len(queue) > 0 and self.policy.admits(self._view(worker, queue, now))
         if not (worker.has_work or admit):

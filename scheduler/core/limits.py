@@ -14,7 +14,7 @@ class Limits:
     prefill_chunk_limit: int = 512  # most prompt tokens of one sequence in one iteration
     oldest_prefill_share: float = 0.25  # of the prefill budget, for the oldest unfinished prompt
     growth_aware_admission: bool = True  # admit only if what all are expected to grow by fits too
-    length_quantile: float = 0.55  # of recent output lengths, on average: 0.5 expects what was seen, more is cautious
+    length_quantile: float = 0.6  # of recent output lengths, on average: 0.5 expects what was seen, more is cautious
     backfill_window: int = 64  # how many waiting sequences are looked at behind a head that does not fit
     max_bypasses: int = 32  # so many may pass a blocked head before it holds a reservation; 0: strict order
     max_bypass_wait_ns: int = 5_000_000_000  # or so long it may be blocked

@@ -15,12 +15,14 @@ from dataclasses import dataclass
 @dataclass(slots=True)
 class Growing:
     """A sequence that runs, or would. ``tokens`` it holds room for soon (the whole prompt), ``left`` steps to its end,
-    ``own`` blocks that come back when it ends, ``blocks`` in its table now."""
+    ``own`` blocks that come back when it ends, ``blocks`` in its table now. ``forks`` others are to share its full
+    blocks soon, each with a copy of the rest and growth of its own."""
 
     tokens: int
     left: int
     own: int
     blocks: int
+    forks: int = 0
 
     def room(self, block_size: int) -> int:
         """Tokens that still fit in its blocks. A whole block or more: its worst case is reserved, it does not grow."""
@@ -28,7 +30,16 @@ class Growing:
 
     def extra(self, steps: int, block_size: int) -> int:
         """Blocks it needs beside those it has, ``steps`` from now (it grows no more after its end)."""
-        return max(0, -(-(self.tokens + min(steps, self.left)) // block_size) - self.blocks)
+        grown = min(steps, self.left)
+        needs = max(0, -(-(self.tokens + grown) // block_size) - self.blocks)
+        if self.forks:
+            needs += self.forks * -(-(self.tokens % block_size + grown) // block_size)
+        return needs
+
+    def fork(self, block_size: int) -> Growing:
+        """One of its forks, as a sequence that shares nothing."""
+        tail = self.tokens % block_size
+        return Growing(tail, self.left, tail > 0, tail > 0)
 
 
 @dataclass(slots=True, frozen=True)
@@ -52,6 +63,10 @@ class Projection:
 
     def __init__(self, running: Sequence[Growing], used_now: int, block_size: int) -> None:
         self._block_size = block_size
+        if any(one.forks for one in running):
+            forks = [one.fork(block_size) for one in running for _ in range(one.forks)]
+            running = [*running, *forks]
+            used_now += sum(one.blocks for one in forks)
         rooms = [one.room(block_size) for one in running]
         room = [0] * block_size
         for free in rooms:

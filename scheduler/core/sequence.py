@@ -118,6 +118,13 @@ class Sequence:
         return len(self.tokens) + self.pending - self.scheduled
 
     @property
+    def to_fork(self) -> int:
+        """Sequences that are still to fork from it: choices, or the beams of its search."""
+        if self.group is not None:
+            return self.group.width - len(self.group.members) if self is self.group.members[0] else 0
+        return len(self.children)
+
+    @property
     def worst_case_tokens(self) -> int:
         """Most KV entries it can ever need: the last sampled token is never computed (DESIGN 6)."""
         return self.prompt_len + self.submit.sampling.max_tokens - 1

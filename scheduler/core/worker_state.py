@@ -202,7 +202,7 @@ class WorkerState:
     def committed_blocks(self) -> int:
         """Blocks in use if every running sequence reached its max_tokens, sharing nothing."""
         size = self.capacity.block_size
-        return sum(pages_for(sequence.worst_case_tokens, size) for sequence in self.running)
+        return sum(pages_for(one.worst_case_tokens, size) * (1 + one.to_fork) for one in self.running)
 
     def register(self, sequence: Sequence, computed: int) -> None:
         """Index the pages that ``computed`` leading tokens fill. Their tokens must be known."""
@@ -237,12 +237,18 @@ class WorkerState:
         return total <= self.capacity.max_model_len and blocks <= self.pool.num_blocks
 
     @property
+    def has_searches(self) -> bool:
+        """True if the beams of a search are here."""
+        if self.searches:
+            self.searches = any(one.group is not None for one in self.sequences())
+        return self.searches
+
+    @property
     def occupied(self) -> int:
         """Slots in use or spoken for: a search keeps as many as it has beams at most."""
-        if not self.searches:
+        if not self.has_searches:
             return len(self.running)
         beams = {id(s.group): s.group.width for s in self.sequences() if s.group is not None}
-        self.searches = bool(beams)
         return sum(s.group is None for s in self.running) + sum(beams.values())
 
     @property

@@ -163,7 +163,8 @@ def test_replay_under_other_limits_compares(trace: Path, capsys: pytest.CaptureF
         "max-num-seqs=2",
     ]
     recorded, simulated, narrow = shown["runs"]
-    assert simulated["tokens_per_s"] == pytest.approx(recorded["tokens_per_s"], rel=0.25)
+    assert simulated["itl_p50"] == pytest.approx(recorded["itl_p50"], rel=0.1)
+    assert simulated["ttft_p50"] == pytest.approx(recorded["ttft_p50"], rel=0.5)  # (throughput hangs on the last to end)
     assert narrow["tokens_per_s"] < 0.8 * simulated["tokens_per_s"]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -71,3 +73,20 @@ def test_adding_to_a_projection_is_projecting_all(
     assert grown.shadow(need, limit) == whole.shadow(need, limit)
     candidate = growing(need, 20)
     assert grown.fits_with(candidate, candidate.blocks, limit) == whole.fits_with(candidate, candidate.blocks, limit)
+
+
+@given(sequences, st.integers(1, 60), st.integers(1, 40), st.integers(1, 4), st.integers(10, 120))
+def test_forks_to_come_are_projected_as_what_they_will_be(
+    running: list[Growing], tokens: int, left: int, forks: int, limit: int
+) -> None:
+    """Each shares the full blocks and has a copy of the rest: as that many more sequences without the full blocks."""
+    parent = replace(growing(tokens, left), forks=forks)
+    tails = [growing(tokens % BLOCK, left)] * forks
+    used = sum(one.blocks for one in running)
+    apart = Projection(
+        [*running, growing(tokens, left), *tails], used + parent.blocks + sum(t.blocks for t in tails), BLOCK
+    )
+    together = Projection([*running, parent], used + parent.blocks, BLOCK)
+    assert [together.used(step) for step in range(45)] == [apart.used(step) for step in range(45)]
+    peak = max((apart.used(step) for step in range(left + 1)), default=0)
+    assert Projection(running, used, BLOCK).fits_with(parent, parent.blocks, limit) == (peak <= limit)
