@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-for folder in (HERE, HERE / "scheduler" / "core", HERE / "mesh"):
+for folder in (HERE, HERE / "scheduler" / "core", HERE / "mesh", HERE / "observability"):
     sys.path.insert(0, str(folder))
 
 from hypothesis import settings  # noqa: E402

@@ -91,6 +91,11 @@ class CoreState:
     def num_preempted(self) -> int:
         return sum(len(worker.preempted) for worker in self.workers.values())
 
+    def sequences_of(self, request_id: str) -> list[Sequence]:
+        """The choices of a request (the beams of a search) that are remembered."""
+        request = self._requests.get(request_id)
+        return list(request.sequences) if request is not None else []
+
     def live_requests(self) -> list[str]:
         return [request_id for request_id, request in self._requests.items() if request.live]
 

@@ -1,0 +1,159 @@
+"""The flight recorder: what the last steps did and what became of the last requests, in bounded memory.
+
+It answers *why* a request took its time (``headrace explain``) without any tracing back end. Everything here is noted
+from what the service has in hand anyway: a step costs some microseconds.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from scheduler.core.events import CoreEvent, Ended, Failed, Preempted
+from scheduler.core.sequence import Sequence as CoreSequence
+from shared.flight_record import ChoiceTrace, Report, RequestTrace, Stay, StepTrace
+from shared.messages import StepPlan, StepResult, Submit
+
+MOST_STEPS_TOLD = 4096
+"""Steps in one report: some hundred bytes each, well below a message's limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Queue:
+    """What waits behind a plan, and for what."""
+
+    waiting: int
+    lack: str
+    lack_of: str
+
+
+class FlightRecorder:
+    """The last ``requests`` requests and ``steps`` steps. Live requests are never dropped."""
+
+    def __init__(self, requests: int = 2048, steps: int = 16_384) -> None:
+        self._most = requests
+        self._requests: dict[str, RequestTrace] = {}
+        self._ended: deque[str] = deque()  # in the order in which they ended
+        self.steps: deque[StepTrace] = deque(maxlen=steps)
+        self._open: dict[tuple[str, int], StepTrace] = {}  # without a result
+        self._slots: dict[tuple[str, int], tuple[str, int]] = {}  # (worker, slot) -> (request, choice)
+
+    # --- what happened ----------------------------------------------------------------------------------------------
+
+    def submitted(self, submit: Submit, sequences: Iterable[CoreSequence], position: int, now: int) -> None:
+        """A request was accepted; ``sequences`` are its choices."""
+        self._requests[submit.request_id] = RequestTrace(
+            submit.request_id, submit.gateway, submit.tenant, submit.priority, len(submit.prompt) // 4,
+            submit.sampling.max_tokens, now, position,
+            {one.choice: ChoiceTrace(one.choice, one.causes) for one in sequences}, submit.traceparent,
+        )  # fmt: skip
+        self._trim()
+
+    def planned(self, plan: StepPlan, events: Sequence[CoreEvent], queue: Queue, now: int) -> None:
+        """A plan goes out; ``events`` came with it."""
+        worker, slots = plan.worker, self._slots
+        preempted = []
+        for event in events:
+            if isinstance(event, Preempted):
+                preempted.append((event.sequence.request_id, event.cause, event.by))
+                self._left(event.sequence, event.cause, event.by, now)
+        for slot in plan.drops:
+            slots.pop((worker, slot), None)
+        for start in plan.starts:
+            slots[worker, start.slot] = (start.request_id, start.choice)
+            choice = self._choice(start.request_id, start.choice)
+            if choice is not None:
+                known = len(start.tokens) // 4 if start.parent < 0 else start.computed
+                choice.stays.append(Stay(worker, plan.step, now, start.computed, known))
+        nobody = ("", 0)
+        trace = StepTrace(
+            worker, plan.step, now, len(plan.decodes),
+            [(*slots.get((worker, slot), nobody), tokens) for slot, tokens in plan.chunks],
+            [(start.request_id, start.choice) for start in plan.starts], preempted,
+            sum(rows for _, rows in plan.padding), queue.waiting, queue.lack, queue.lack_of,
+        )  # fmt: skip
+        self.steps.append(trace)
+        self._open[worker, plan.step] = trace
+
+    def settled(self, result: StepResult, now: int) -> None:
+        """A plan's result was applied."""
+        trace = self._open.pop((result.worker, result.step), None)
+        if trace is not None:
+            trace.result_ns, trace.forward_us, trace.wait_us = now, result.forward_us, result.wait_us
+        for slot, _ in result.ended:
+            self._slots.pop((result.worker, slot), None)
+
+    def told(self, events: Iterable[CoreEvent]) -> None:
+        """Ends of sequences, whichever way."""
+        for event in events:
+            if isinstance(event, Ended | Failed):
+                reason = event.reason if isinstance(event, Ended) else f"{event.kind}: {event.reason}"
+                sequence = event.sequence
+                self._left(sequence, reason, "", event.now_ns)
+                record = self._requests.get(sequence.request_id)
+                if record is None:
+                    continue
+                told = record.choices.values() if sequence.group is not None else [record.choices.get(sequence.choice)]
+                for choice in told:
+                    if choice is not None and not choice.end:
+                        choice.end, choice.ended_ns, choice.generated = reason, event.now_ns, sequence.generated
+                if not record.live:
+                    self._ended.append(record.request_id)
+        self._trim()
+
+    def worker_lost(self, worker: str) -> None:
+        """Its plans get no results any more."""
+        for key in [key for key in self._open if key[0] == worker]:
+            del self._open[key]
+        for slot in [slot for slot in self._slots if slot[0] == worker]:
+            del self._slots[slot]
+
+    # --- questions --------------------------------------------------------------------------------------------------
+
+    def report(self, scheduler: str, epoch: int, unix_offset_ns: int, request_id: str, now: int) -> Report:
+        """Everything that explains the request; without a request if it is not remembered."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return Report(scheduler, epoch, unix_offset_ns, None)
+        workers = {stay.worker for choice in request.choices.values() for stay in choice.stays}
+        end_ns = now if request.live else request.ended_ns
+        steps = [
+            one for one in self.steps_between(request.submitted_ns, end_ns) if one.worker in workers or not workers
+        ]
+        left_out = max(0, len(steps) - MOST_STEPS_TOLD)
+        if left_out:
+            telling = sorted(steps, key=lambda one: (not (one.chunks or one.preempted), -one.forward_us))
+            steps = sorted(telling[:MOST_STEPS_TOLD], key=lambda one: one.planned_ns)
+        return Report(scheduler, epoch, unix_offset_ns, request, steps, left_out)
+
+    def slowest(self, count: int) -> list[RequestTrace]:
+        """Ended requests, those first that took longest from submit to their last end."""
+        ended = [one for one in self._requests.values() if not one.live]
+        return sorted(ended, key=lambda one: one.submitted_ns - one.ended_ns)[:count]
+
+    def steps_between(self, begin_ns: int, end_ns: int) -> list[StepTrace]:
+        """Steps that were planned before ``end_ns`` and whose results came after ``begin_ns``, in order."""
+        steps = list(self.steps)
+        # Planned times rise, but a step of one worker may still run when another's have long come and gone.
+        first = max(0, bisect_left(steps, begin_ns, key=lambda one: one.planned_ns) - 64)
+        last = bisect_left(steps, end_ns, key=lambda one: one.planned_ns)
+        return [one for one in steps[first:last] if not one.result_ns or one.result_ns > begin_ns]
+
+    def _choice(self, request_id: str, choice: int) -> ChoiceTrace | None:
+        record = self._requests.get(request_id)
+        return record.choices.get(choice) if record is not None else None
+
+    def _left(self, sequence: CoreSequence, why: str, by: str, now: int) -> None:
+        choice = self._choice(sequence.request_id, sequence.choice)
+        if choice is not None and choice.stays and not choice.stays[-1].left_ns:
+            stay = choice.stays[-1]
+            stay.left_ns, stay.why_left, stay.by = now, why, by
+
+    def _trim(self) -> None:
+        """Forget the oldest that have ended. Live ones stay: there are no more than the queue and batches hold."""
+        while len(self._requests) > self._most and self._ended:
+            record = self._requests.get(self._ended.popleft())
+            if record is not None and not record.live:  # (else it was resumed under its id)
+                del self._requests[record.request_id]

@@ -1,0 +1,103 @@
+"""What a scheduler remembers of requests and steps, as it travels to whoever explains a request (``headrace explain``).
+
+Times are the scheduler's own clock in ns; ``Report.unix_offset_ns`` turns them into unix times.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class StepTrace(msgspec.Struct, array_like=True):
+    """One iteration of one worker, as planned and as it went."""
+
+    worker: str
+    step: int
+    planned_ns: int
+    decodes: int
+    chunks: list[tuple[str, int, int]]  # (request, choice, prompt tokens)
+    admitted: list[tuple[str, int]]  # (request, choice) that joined, resumed ones too
+    preempted: list[tuple[str, str, str]]  # (request, cause, request whose growth it was)
+    padding: int
+    waiting: int  # sequences in the queue behind it
+    lack: str  # what they waited for (scheduler.core.sequence.Lack); empty: nothing waited
+    lack_of: str  # the request that is first among them
+    result_ns: int = 0  # when its result was in; 0: it is not
+    forward_us: int = 0
+    wait_us: int = 0  # how long the worker waited for the plan
+
+    @property
+    def prefill(self) -> int:
+        return sum(tokens for _, _, tokens in self.chunks)
+
+
+class Stay(msgspec.Struct, array_like=True):
+    """One time that a sequence was in a batch."""
+
+    worker: str
+    first_step: int
+    admitted_ns: int
+    cached: int  # tokens that it did not have to compute
+    known: int  # tokens that it had: prompt, and what was generated before
+    left_ns: int = 0  # 0: it is still there
+    why_left: str = ""  # an EndReason, a RequestEvent's kind, or the cause of a preemption
+    by: str = ""  # of a preemption: the request whose growth it was
+
+
+class ChoiceTrace(msgspec.Struct, array_like=True):
+    choice: int
+    causes: list[tuple[int, str, str]]  # why it waited: (since ns, Lack, request in the way), as it changed
+    stays: list[Stay] = []
+    end: str = ""
+    ended_ns: int = 0
+    generated: int = 0
+
+
+class RequestTrace(msgspec.Struct, array_like=True):
+    request_id: str
+    gateway: str
+    tenant: str
+    priority: int
+    prompt_len: int
+    max_tokens: int
+    submitted_ns: int
+    position: int  # in the queue, at submit
+    choices: dict[int, ChoiceTrace]
+    traceparent: str = ""
+
+    @property
+    def live(self) -> bool:
+        return any(not choice.end for choice in self.choices.values())
+
+    @property
+    def ended_ns(self) -> int:
+        return max((choice.ended_ns for choice in self.choices.values()), default=0)
+
+
+class Report(msgspec.Struct, array_like=True):
+    """What one scheduler knows of one request. ``steps`` are those of its workers that overlap its life; where they
+    would be too many, the longest and those with prompt tokens or preemptions are kept, and ``left_out`` counts."""
+
+    scheduler: str
+    epoch: int
+    unix_offset_ns: int
+    request: RequestTrace | None
+    steps: list[StepTrace] = []
+    left_out: int = 0
+
+
+class AnswerTrace(msgspec.Struct, array_like=True):
+    """What a gateway remembers of one prompt that it answered. Times are unix ns; 0: it did not come to that."""
+
+    request_id: str
+    answer_id: str  # what the client knows it by: the answer's ``id``
+    client_id: str  # the client's X-Request-Id, or ours
+    endpoint: str
+    received_ns: int  # the request's head was in
+    read_ns: int = 0  # its body was in
+    tokenised_ns: int = 0
+    accepted_ns: int = 0  # a scheduler had accepted it
+    finished_ns: int = 0  # the last byte was handed to the connection
+    outcome: str = ""
+    tokens: dict[int, list[tuple[int, int]]] = {}  # by choice: (when a batch came, tokens in it)
+    blocked: list[tuple[int, int]] = []  # times at which the client took nothing though something was there

@@ -1,0 +1,165 @@
+"""A planted case for each cause: the explanation names it, and its intervals add up to the request's time."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from mesh_in_a_box import request
+from recorded_box import OFFSET_NS, RecordedBox
+
+from observability.explanation import Interval, by_cause, explain
+from scheduler.core.limits import Limits
+from shared.flight_record import AnswerTrace
+
+
+def box(num_blocks: int = 200, **limits: object) -> RecordedBox:
+    base: dict[str, object] = {
+        "max_num_seqs": 4, "max_num_batched_tokens": 32, "prefill_chunk_limit": 16, "admission_watermark": 0.0,
+        "growth_aware_admission": False, "run_ahead": 1,
+    }  # fmt: skip
+    return RecordedBox(Limits(**base | limits), num_blocks=num_blocks, max_model_len=400)  # type: ignore[arg-type]
+
+
+def explained(one: RecordedBox, request_id: str) -> list[Interval]:
+    """The explanation, which must cover the life of the request without gap or overlap."""
+    found = one.explain(request_id)
+    record = one.report(request_id).request
+    assert record is not None
+    assert found[0].begin_ns == record.submitted_ns + OFFSET_NS
+    assert found[-1].end_ns == record.ended_ns + OFFSET_NS
+    for before, after in pairwise(found):
+        assert before.end_ns == after.begin_ns
+    assert all(interval.end_ns > interval.begin_ns for interval in found)
+    return found
+
+
+def main_cause(found: list[Interval], stage: str) -> tuple[str, str]:
+    """What took most of a stage."""
+    longest = max((one for one in found if one.stage == stage), key=lambda one: one.ms)
+    return longest.cause, longest.by
+
+
+def test_every_place_is_taken() -> None:
+    one = box(max_num_seqs=2)
+    for index in range(2):
+        one.submit(request(f"r{index}", max_tokens=20, arrival_ns=index))
+    one.step()
+    one.submit(request("late", max_tokens=4, arrival_ns=9))
+    one.run()
+    assert main_cause(explained(one, "late"), "queue") == ("every place in the batch is taken", "")
+
+
+def test_no_blocks_for_the_head_and_behind_it() -> None:
+    one = box(num_blocks=20, max_bypasses=0)
+    one.submit(request("runner", prompt_len=40, max_tokens=30, arrival_ns=0))
+    one.step()
+    one.submit(request("big", prompt_len=60, max_tokens=4, arrival_ns=1))
+    one.submit(request("small", prompt_len=4, max_tokens=4, arrival_ns=2))
+    one.run()
+    assert main_cause(explained(one, "big"), "queue") == ("no KV blocks for it", "")
+    assert main_cause(explained(one, "small"), "queue") == (
+        "behind others: the first of them waits, no KV blocks for it", "big",
+    )  # fmt: skip
+
+
+def test_it_would_hold_up_the_blocked_head() -> None:
+    one = box(num_blocks=22)
+    one.submit(request("runner", prompt_len=40, max_tokens=40, arrival_ns=0))
+    one.step()
+    one.submit(request("big", prompt_len=60, max_tokens=4, arrival_ns=1))
+    one.submit(request("greedy", prompt_len=4, max_tokens=80, arrival_ns=2))
+    one.run()
+    assert main_cause(explained(one, "greedy"), "queue") == ("it would hold up the blocked head of the queue", "big")
+
+
+def test_another_one_computes_its_prompt() -> None:
+    one = box(max_num_batched_tokens=64, prefill_chunk_limit=32)
+    prompt = [7 * index % 300 + 10 for index in range(203)]
+    for name in ("first", "second"):
+        one.submit(request(name, prompt=prompt, max_tokens=4, arrival_ns=len(name)))
+    one.run()
+    found = explained(one, "second")
+    assert main_cause(found, "queue") == ("most of its prompt is being computed already", "first")
+    assert any("tokens are cached" in interval.cause for interval in found if interval.stage == "prefill")
+
+
+def test_the_token_budget_goes_to_other_prompts() -> None:
+    one = box(max_num_batched_tokens=16, oldest_prefill_share=0.9)
+    one.submit(request("document", prompt_len=150, max_tokens=2, arrival_ns=0))
+    one.submit(request("short", prompt_len=40, max_tokens=2, arrival_ns=1))
+    one.run()
+    found = explained(one, "short")
+    assert any(interval.by == "document" for interval in found if interval.stage == "prefill")
+    assert "prompt tokens of others" in main_cause(found, "prefill")[0]
+
+
+def test_a_long_prefill_beside_a_decode() -> None:
+    one = box(max_num_batched_tokens=128, prefill_chunk_limit=128)
+    one.submit(request("chat", max_tokens=40, arrival_ns=0))
+    for _ in range(10):
+        one.step()
+    one.submit(request("document", prompt_len=250, max_tokens=2, arrival_ns=1))
+    one.run()
+    slow = [interval for interval in explained(one, "chat") if interval.stage == "decode" and interval.cause]
+    assert slow and all("prompt tokens of others" in interval.cause for interval in slow)
+    assert {interval.by for interval in slow} == {"document"}
+
+
+def test_a_preemption_names_whose_growth_it_was() -> None:
+    one = box(num_blocks=14)
+    for index, name in enumerate("abcd"):
+        one.submit(request(name, prompt_len=6, max_tokens=24, arrival_ns=index))
+    one.run()
+    victims = {name for step in one.recorder.steps for name, _, _ in step.preempted}
+    assert victims
+    for name in victims:
+        found = explained(one, name)
+        out = [interval for interval in found if interval.stage == "preempted"]
+        assert out and out[0].cause == "preempted: no free block" and out[0].by in "abcd"
+        assert any("recompute" in interval.cause for interval in found if interval.stage == "prefill")
+
+
+def test_a_lost_worker_ends_the_explanation() -> None:
+    one = box()
+    one.submit(request("r", max_tokens=40))
+    for _ in range(5):
+        one.step()
+    one.events += one.core.worker_lost("w0", "gone", one.now)
+    one._tell()
+    one.recorder.worker_lost("w0")
+    record = one.report("r").request
+    assert record is not None and record.choices[0].end == "lost: gone"
+    explained(one, "r")
+
+
+def test_the_gateway_and_a_slow_client_are_part_of_it() -> None:
+    one = box()
+    one.submit(request("r", max_tokens=10))
+    one.run()
+    record = one.report("r").request
+    assert record is not None
+    begin, end = record.submitted_ns + OFFSET_NS, record.ended_ns + OFFSET_NS
+    answer = AnswerTrace(
+        "r", "chatcmpl-1", "x", "chat", begin - 50, begin - 40, begin - 30, begin + 10, end + 900,
+        blocked=[(end + 100, end + 800)],
+    )  # fmt: skip
+    found = explain(one.report("r"), answer)
+    assert [interval.stage for interval in found][:3] == ["receive", "tokenise", "submit"]
+    assert sum(interval.end_ns - interval.begin_ns for interval in found) == end + 900 - (begin - 50)
+    assert ("stream", "the client reads slowly", 0.0007) in by_cause(found)
+
+
+def test_memory_is_bounded_and_live_requests_stay() -> None:
+    one = box(max_num_seqs=2)
+    one.recorder._most = 5
+    for index in range(30):
+        one.submit(request(f"r{index}", max_tokens=3, arrival_ns=index))
+    assert len(one.recorder._requests) == 30
+    one.run()
+    assert len(one.recorder._requests) == 5
+    assert len(one.recorder.slowest(3)) == 3
+
+
+def test_an_unknown_request_is_told_as_such() -> None:
+    assert box().report("nobody").request is None
+    assert explain(box().report("nobody")) == []
