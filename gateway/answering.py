@@ -16,7 +16,7 @@ from opentelemetry.trace import SpanKind
 from starlette.types import Receive, Scope, Send
 
 from gateway.access import Access, access_of
-from gateway.body import ClientGone, parse_json, read_body
+from gateway.body import ClientGone, check_media_type, parse_json, timely_body
 from gateway.choices import choice_text, prompt_report
 from gateway.config import GatewayConfig
 from gateway.deadline import deadline_ns
@@ -76,6 +76,16 @@ class Gateway:
         if not self.in_flight:
             self.idle.set()
 
+    def check_open(self) -> None:
+        """A 503 while the gateway drains, a 429 with too many requests in flight. The caller has entered."""
+        if self.draining:
+            raise unavailable("the gateway is draining", Outcome.DRAINING.value)
+        if self.in_flight > self.config.max_concurrent_requests:
+            raise ApiError(
+                429, f"more than {self.config.max_concurrent_requests} requests at once", "rate_limit_error",
+                code="too_many_requests", retry_after_s=1.0, outcome=Outcome.QUEUE_FULL.value,
+            )  # fmt: skip
+
     def why_not_ready(self) -> str | None:
         if self.draining:
             return "the gateway is draining"
@@ -85,13 +95,16 @@ class Gateway:
         """A 429 if the queue, as last told, has no room for so many; nothing is left half admitted."""
         self.dispatch.mesh.check_room(self.model, time.monotonic(), sequences, tokens, key)
 
+    def unknown_model(self, name: str) -> ApiError:
+        return ApiError(
+            404, f"the model {name[:256]!r} does not exist; {self.model!r} is served", param="model",
+            code="model_not_found", outcome=Outcome.UNKNOWN_MODEL.value,
+        )  # fmt: skip
+
     def model_info(self, name: str) -> ModelInfo:
         """The served model as the mesh describes it now; 404 for another name, 503 while it cannot be served."""
         if name and name != self.model:
-            raise ApiError(
-                404, f"the model {name!r} does not exist; {self.model!r} is served", param="model",
-                code="model_not_found", outcome=Outcome.UNKNOWN_MODEL.value,
-            )  # fmt: skip
+            raise self.unknown_model(name)
         reason = self.why_not_ready()
         if reason is not None:
             outcome = Outcome.DRAINING if self.draining else Outcome.NO_WORKER
@@ -194,15 +207,11 @@ class AnswerApp:
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send, visit: _Visit) -> None:
         gateway, flight = self._gateway, visit.flight
-        if gateway.draining:
-            raise unavailable("the gateway is draining", Outcome.DRAINING.value)
-        if gateway.in_flight > gateway.config.max_concurrent_requests:
-            raise ApiError(
-                429, f"more than {gateway.config.max_concurrent_requests} requests at once", "rate_limit_error",
-                code="too_many_requests", retry_after_s=1.0, outcome=Outcome.QUEUE_FULL.value,
-            )  # fmt: skip
+        gateway.check_open()
         visit.enter()
-        body = await _timely_body(scope, receive, gateway.config)
+        if not self._endpoint.any_media_type:
+            check_media_type(scope)
+        body = await timely_body(scope, receive, gateway.config.max_body_bytes, gateway.config.body_timeout_s)
         if gateway.draining:
             raise unavailable("the gateway is draining", Outcome.DRAINING.value)
         gateway.check_room(1, 0, visit.request_id)  # before anything costs: a refusal must be cheap
@@ -348,14 +357,6 @@ class AnswerApp:
         if not flight.client_gone:  # who takes nothing for too long is cut off by the protocol
             visit.outcome = outcome
             visit.answered = True
-
-
-async def _timely_body(scope: Scope, receive: Receive, config: GatewayConfig) -> bytes:
-    try:
-        async with asyncio.timeout(config.body_timeout_s):
-            return await read_body(scope, receive, config.max_body_bytes)
-    except TimeoutError:
-        raise ApiError(408, f"the body did not come within {config.body_timeout_s:g} s", code="body_timeout") from None
 
 
 async def _watch_client(receive: Receive, flight: Flight) -> None:

@@ -15,6 +15,7 @@ from starlette.routing import Route
 from gateway.answering import AnswerApp, Gateway
 from gateway.endpoints import Chat, Completions, Generate
 from gateway.errors import ApiError, unavailable
+from gateway.text_routes import Detokenize, TextApp, Tokenize
 from shared.messages import Outcome
 
 
@@ -52,7 +53,7 @@ def make_app(gateway: Gateway) -> Starlette:
     async def model(request: Request) -> Response:
         name = request.path_params["name"]
         if name != gateway.model:
-            raise HTTPException(404, f"the model {name!r} does not exist; {gateway.model!r} is served")
+            return error_response(gateway.unknown_model(name))
         return JSONResponse(card())
 
     return Starlette(
@@ -60,6 +61,8 @@ def make_app(gateway: Gateway) -> Starlette:
             Route("/v1/completions", AnswerApp(gateway, Completions()), methods=["POST"]),
             Route("/v1/chat/completions", AnswerApp(gateway, Chat()), methods=["POST"]),
             Route("/generate", AnswerApp(gateway, Generate()), methods=["POST"]),
+            Route("/tokenize", TextApp(gateway, Tokenize()), methods=["POST"]),
+            Route("/detokenize", TextApp(gateway, Detokenize()), methods=["POST"]),
             Route("/v1/models", models, methods=["GET"]),
             Route("/v1/models/{name:path}", model, methods=["GET"]),
             Route("/health", health, methods=["GET"]),
@@ -77,7 +80,9 @@ def error_response(error: ApiError) -> Response:
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    response = error_response(ApiError(error.status_code, error.detail, code=_CODES.get(error.status_code)))
+    url = f"{request.method} {request.url.path:.200}"
+    message = {404: f"Invalid URL ({url})", 405: f"Invalid method for URL ({url})"}.get(error.status_code, error.detail)
+    response = error_response(ApiError(error.status_code, message, code=_CODES.get(error.status_code)))
     response.headers.update(error.headers or {})
     return response
 

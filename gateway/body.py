@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import msgspec
@@ -34,6 +35,28 @@ async def read_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:
         chunks.append(chunk)
         if not message.get("more_body", False):
             return b"".join(chunks)
+
+
+async def timely_body(scope: Scope, receive: Receive, max_bytes: int, timeout_s: float) -> bytes:
+    """:func:`read_body`, or a 408 if it takes longer than ``timeout_s``."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await read_body(scope, receive, max_bytes)
+    except TimeoutError:
+        raise ApiError(408, f"the body did not come within {timeout_s:g} s", code="body_timeout") from None
+
+
+def check_media_type(scope: Scope) -> None:
+    """A 415 for a body that is said to be something else than JSON; one about which nothing is said may be JSON.
+
+    A page in a browser can send forms and plain text to any address without asking; JSON it cannot.
+    """
+    for name, value in scope["headers"]:
+        if name == b"content-type":
+            media_type = value.split(b";")[0].strip().lower()
+            if media_type != b"application/json":
+                told = media_type.decode("latin-1")
+                raise ApiError(415, f"the body must be application/json, not {told:.80}", code="unsupported_media_type")
 
 
 def parse_json(body: bytes) -> dict[str, Any]:

@@ -53,6 +53,7 @@ class Request(Protocol):
 class Endpoint(Protocol):
     name: str  # metric label
     operation: str  # gen_ai.operation.name
+    any_media_type: bool  # bodies are taken for JSON whatever their header says
 
     def parse(self, body: dict[str, Any], config: GatewayConfig) -> Request: ...
     def default_max_tokens(self, config: GatewayConfig) -> int: ...
@@ -63,6 +64,7 @@ class Endpoint(Protocol):
 class Completions:
     name = "completions"
     operation = "text_completion"
+    any_media_type = False
 
     def parse(self, body: dict[str, Any], config: GatewayConfig) -> CompletionRequest:
         return parse_completion(body, config)
@@ -84,6 +86,7 @@ class Completions:
 
 class Generate(Completions):
     name = "generate"
+    any_media_type = True  # tutorials send JSON with curl's -d, which calls it a form
 
     def parse(self, body: dict[str, Any], config: GatewayConfig) -> CompletionRequest:
         return parse_generate(body, config)
@@ -97,6 +100,7 @@ class Generate(Completions):
 class Chat:
     name = "chat"
     operation = "chat"
+    any_media_type = False
 
     def parse(self, body: dict[str, Any], config: GatewayConfig) -> ChatRequest:
         return parse_chat(body, config)

@@ -201,7 +201,8 @@ def _apply(record: RequestRecord[Owner], choice: ChoiceRecord, entry: TokenEntry
     if entry.count != len(choice.tokens):
         return Broken(entry.choice, f"{len(choice.tokens)} of {entry.count} tokens arrived")
     if entry.end not in (EndReason.STOP, EndReason.LENGTH):
-        return Broken(entry.choice, f"the worker ended it as {entry.end}")
+        told = f": {entry.reason}" if entry.reason else ""
+        return Broken(entry.choice, f"the worker ended it as {entry.end}{told}")
     return Progress(entry.choice, tokens, entry.end, entry.log_prob, logprobs, cached)
 
 

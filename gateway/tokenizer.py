@@ -93,6 +93,25 @@ class PromptTokenizer:
             raise invalid(f"the conversation has the token id {max(ids)}; ids end at {vocab_size - 1}", "messages")
         return ids
 
+    async def tokenize(self, text: str, add_special_tokens: bool, max_len: int) -> list[int]:
+        """The ids of any text, one without tokens included; a 400 if it surely exceeds ``max_len`` tokens."""
+        self._check_length(text, max_len)
+        ids: list[int] = await self._in_thread(
+            lambda only: self._backend.encode_batch_fast([only], add_special_tokens=add_special_tokens)[0].ids, text
+        )
+        return ids
+
+    async def detokenize(self, tokens: Sequence[int]) -> str:
+        """The text of ids, special tokens included."""
+        text: str = await self._in_thread(
+            lambda ids: self._backend.decode(ids, skip_special_tokens=False), list(tokens)
+        )
+        return text
+
+    def spellings(self, tokens: Sequence[int]) -> list[str]:
+        """Each token as the vocabulary spells it."""
+        return [self._backend.id_to_token(token) or "" for token in tokens]
+
     async def _in_thread(self, function: Any, argument: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._pool, function, argument)
 
