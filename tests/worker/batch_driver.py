@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from shared.messages import Sampling, SlotStart, StepPlan, pack_tokens
+from shared.messages import Sampling, SlotStart, StepPlan, TokenEntry, TokenLogprob, pack_tokens
 from worker.batch import Batch
 from worker.torch_runner import TorchRunner
 
@@ -31,6 +31,9 @@ class BatchDriver:
         self.free = list(range(1, capacity.num_blocks + 1))
         self.live: dict[int, Sequence] = {}
         self.steps = 0
+        self.entries: list[TokenEntry] = []
+        self.logprobs: dict[int, list[TokenLogprob]] = {}  # by slot
+        self.prompt_logprobs: dict[int, dict[int, TokenLogprob]] = {}  # by slot and index in the prompt
         self._starts: list[SlotStart] = []
         self._drops: list[int] = []
 
@@ -79,6 +82,8 @@ class BatchDriver:
         sampled = self.runner.forward(self.batch, self.batch.stage(plan))
         settled = self.batch.settle(plan, sampled)
         results, ended = settled.tokens, settled.ended
+        for owner, entry in settled.entries:
+            self._keep(owner.index, entry)
         for slot, count in run.items():
             self.live[slot].to_run -= count
         samplers = [slot for slot in [*decodes, *(slot for slot, _ in chunks)] if self.live[slot].to_run == 0]
@@ -95,6 +100,15 @@ class BatchDriver:
         """Step all live sequences until none is left."""
         while self.live:
             self.step({slot: min(sequence.to_run, chunk) for slot, sequence in self.live.items()})
+
+    def _keep(self, slot: int, entry: TokenEntry) -> None:
+        self.entries.append(entry)
+        if entry.logprobs:
+            self.logprobs.setdefault(slot, []).extend(entry.logprobs)
+        for index, one in enumerate(entry.prompt_logprobs, entry.prompt_offset):
+            known = self.prompt_logprobs.setdefault(slot, {})
+            assert index not in known, f"the prompt's token {index} twice"
+            known[index] = one
 
     def _leave(self, sequence: Sequence) -> None:
         self.free = sorted(self.free + sequence.pages)

@@ -80,6 +80,34 @@ def test_a_resumed_sequence_counts_its_offsets_from_its_prompt() -> None:
     assert entries[0][1].offset == 2
 
 
+def test_the_first_entry_of_a_choice_says_what_the_cache_held() -> None:
+    made = batch()
+    hit = SlotStart(0, "r", 1, 0, "g", pack_tokens(range(6)), 6, [1, 2], Sampling(1, 4), computed=4)
+    fork = SlotStart(1, "r", 1, 1, "g", b"", 6, [], Sampling(1, 4), computed=6, parent=0)
+    resumed = SlotStart(2, "s", 1, 0, "g", pack_tokens(range(6)), 5, [3, 4], Sampling(1, 4), computed=4)
+    first = plan(starts=[hit, fork, resumed], chunks=[(0, 2), (2, 2)])
+    made.stage(first)
+    entries = made.settle(first, Sampled([7, 7, 7])).entries
+    assert [(entry.choice, entry.cached) for _, entry in entries] == [(0, 4), (0, -1), (1, 4)]
+    second = plan(decodes=[0])
+    made.stage(plan(pages=[(0, [5])]))
+    made.stage(second)
+    assert made.settle(second, Sampled([7])).entries[0][1].cached == -1
+
+
+def test_a_row_that_fails_ends_its_sequence_alone() -> None:
+    made = batch()
+    first = plan(starts=[start(0), start(1)], chunks=[(0, 5), (1, 5)])
+    made.stage(first)
+    settled = made.settle(first, Sampled([3, 4], failures={0: "no such grammar"}))
+    assert settled.tokens == [0, 4] and settled.ended == [(0, "failed")]
+    failed, fine = (entry for _, entry in settled.entries)
+    assert (failed.end, failed.count, failed.tokens, failed.reason) == ("failed", 0, [], "no such grammar")
+    assert fine.tokens == [4] and not fine.end
+    ahead = plan(decodes=[0])
+    assert not made.stage(ahead).rows and made.settle(ahead, Sampled([])).tokens == [-1]
+
+
 @pytest.mark.parametrize(
     "bad",
     [
