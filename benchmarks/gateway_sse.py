@@ -192,7 +192,13 @@ class Mesh:
         for submit in self._open:
             last = position + 1 == submit.sampling.max_tokens
             entry = TokenEntry(
-                submit.request_id, 0, 0, position, [TOKEN], "length" if last else "", position + 1 if last else 0
+                submit.request_id,
+                submit.attempt,
+                0,
+                position,
+                [TOKEN],
+                "length" if last else "",
+                position + 1 if last else 0,
             )
             by_gateway.setdefault(submit.gateway, []).append(entry)
         self._step += 1
