@@ -165,7 +165,7 @@ async def serve(config: GatewayConfig, stop: asyncio.Event) -> None:
         gateway_id = new_process_id("gateway")
         tracing = Tracing("gateway", gateway_id, config.otlp_endpoint, config.trace_sampling)
         try:
-            bus = await NatsBus.connect(config.nats, gateway_id, config.nats_token)
+            bus = await NatsBus.join(config, "gateway", gateway_id)
         except BusUnavailable as error:
             raise StartupError(str(error)) from None
         try:

@@ -22,6 +22,7 @@ COMMANDS = {
     "tap": "print live bus traffic, and record it",
     "replay": "run a recorded trace under the same or another configuration and compare",
     "fetch-model": "fetch a model into the cache and print its folder",
+    "keys": "make API keys for a gateway",
     "doctor": "check this installation and say what is wrong",
     "config-docs": "print docs/configuration.md",
     "version": "print the version",
@@ -61,6 +62,10 @@ def _dispatch(command: str) -> Callable[[Sequence[str]], int]:
         from headrace.doctor import main as doctor
 
         return doctor
+    if command == "keys":
+        from headrace.keys_command import main as keys
+
+        return keys
     if command == "config-docs":
         from headrace.config_docs import main as config_docs
 

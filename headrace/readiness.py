@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shlex
+import ssl
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,20 +21,26 @@ class NotServing(RuntimeError):
     """The mesh says that it is ready but refuses an ordinary completion; the message is one line."""
 
 
-def base_url(host: str, port: int) -> str:
+def base_url(host: str, port: int, tls: bool = False) -> str:
     """Where a client on this machine reaches a gateway that listens on ``host``."""
     reachable = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host)
-    return f"http://{reachable or (f'[{host}]' if ':' in host else host)}:{port}"
+    return f"{'https' if tls else 'http'}://{reachable or (f'[{host}]' if ':' in host else host)}:{port}"
 
 
-async def wait_until_serving(url: str, model: str, report: Callable[[str], None]) -> None:
+async def wait_until_serving(
+    url: str, model: str, report: Callable[[str], None], api_key: str = "", certificate: str = ""
+) -> None:
     """Return once a completion has succeeded. Waits as long as it takes; ``report`` hears why every ten seconds.
+
+    ``certificate`` is the PEM file that a gateway with HTTPS serves: it is trusted, whatever host it is for.
 
     Raises :class:`NotServing` if a ready mesh answers the completion with a 4xx other than 429.
     """
     heard_at = time.monotonic()
     # trust_env off: a proxy of the environment has no business between us and our own loopback port.
-    async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=5.0) as client:
+    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+    verify = _trusting(certificate) if certificate else True
+    async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=5.0, headers=headers, verify=verify) as client:
         while True:
             reason = await _try(client, model)
             if not reason:
@@ -42,6 +49,13 @@ async def wait_until_serving(url: str, model: str, report: Callable[[str], None]
                 report(f"not ready yet: {reason}")
                 heard_at = time.monotonic()
             await asyncio.sleep(POLL_S)
+
+
+def _trusting(certificate: str) -> ssl.SSLContext:
+    context = ssl.create_default_context(cafile=certificate)
+    context.check_hostname = False  # it is asked by an address of this machine
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # the certificate itself is enough, whoever signed it
+    return context
 
 
 async def _try(client: httpx.AsyncClient, model: str) -> str:
@@ -87,8 +101,8 @@ def has_chat_template(folder: Path) -> bool:
         return False
 
 
-def curl_line(url: str, model: str, chat: bool) -> str:
-    """A command to paste into a shell: a streamed answer to "What is the capital of France?"."""
+def curl_line(url: str, model: str, chat: bool, with_key: bool = False, certificate: str = "") -> str:
+    """A command to paste into a shell: a streamed answer to "What is the capital of France?". Keys are not shown."""
     body: dict[str, object] = {"model": model}
     if chat:
         body["messages"] = [{"role": "user", "content": "What is the capital of France?"}]
@@ -96,4 +110,6 @@ def curl_line(url: str, model: str, chat: bool) -> str:
         body |= {"prompt": "The capital of France is", "max_tokens": 16}
     body |= {"temperature": 0, "stream": True}
     path = "/v1/chat/completions" if chat else "/v1/completions"
-    return f"curl -N {url}{path} -H 'Content-Type: application/json' -d {shlex.quote(json.dumps(body))}"
+    more = f" --cacert {shlex.quote(certificate)}" if certificate else ""
+    more += ' -H "Authorization: Bearer $API_KEY"' if with_key else ""
+    return f"curl -N{more} {url}{path} -H 'Content-Type: application/json' -d {shlex.quote(json.dumps(body))}"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.child_output import show
-from headrace.launch import NATS_STAGE, Mesh, child_specs, with_ports
+from headrace.launch import NATS_STAGE, Mesh, child_specs, with_api_key, with_ports
 from headrace.models import ModelError, resolve_model
 from headrace.nats_server import NatsServer, NatsServerError
 from headrace.readiness import NotServing, base_url, curl_line, has_chat_template, wait_until_serving
@@ -25,11 +25,11 @@ def main(argv: Sequence[str]) -> int:
     """Exit 0: asked to stop, and stopped. 1: a fault. 2: cannot start as configured. 130: stopped by force."""
     settings = read_settings(argv)
     try:
-        settings = with_ports(settings)  # before anything is fetched or started
+        settings = with_api_key(with_ports(settings))  # before anything is fetched or started
         if settings.file is not None:
             say(f"configuration from {settings.file}")
         folder, name = resolve_model(settings.model, say)
-        server = NatsServer() if settings.own_nats else None
+        server = NatsServer(users=True) if settings.own_nats else None
     except (ConfigError, ModelError, NatsServerError) as error:
         say(str(error))
         return CANNOT_START
@@ -87,17 +87,18 @@ async def _bring_up(
     if server is not None:
         supervisor.start(ChildSpec("nats", server.command, NATS_STAGE, grace_s=5.0))
         await asyncio.to_thread(server.wait_ready, lambda: not supervisor.failed.is_set())
-        mesh = Mesh(folder, model, server.url, server.token)
+        mesh = Mesh(folder, model, server.url, server.token, server.passwords)
     else:
         mesh = Mesh(folder, model, gateway.nats, gateway.nats_token)
     for spec in child_specs(settings, mesh):
         supervisor.start(spec)
-    url = base_url(gateway.host, gateway.port)
+    url = base_url(gateway.host, gateway.port, bool(gateway.tls_cert))
     say(f"starting {model} on {settings.workers} worker{'s' if settings.workers > 1 else ''}")
-    await wait_until_serving(url, model, say)
+    await wait_until_serving(url, model, say, gateway.api_key, gateway.tls_cert)
     supervisor.settled()
     print(f"\n{model} is served at {url}\n", flush=True)
-    print(f"  {curl_line(url, model, has_chat_template(Path(folder)))}\n", flush=True)
+    line = curl_line(url, model, has_chat_template(Path(folder)), bool(gateway.api_key), gateway.tls_cert)
+    print(f"  {line}\n", flush=True)
     print("Ctrl-C stops everything.", flush=True)
 
 

@@ -44,8 +44,8 @@ async def serve(config: SchedulerConfig, stop: asyncio.Event) -> None:
     log.info("metrics on http://%s:%d/metrics", config.metrics_host, listener.port)
     tracing = Tracing("scheduler", name, config.otlp_endpoint, config.trace_sampling)
     try:
-        step_bus = await NatsBus.connect(config.nats, f"{name}-step", config.nats_token)
-        bus = await NatsBus.connect(config.nats, name, config.nats_token)
+        step_bus = await NatsBus.join(config, "scheduler", f"{name}-step")
+        bus = await NatsBus.join(config, "scheduler", name)
     except BusUnavailable as error:
         raise StartupError(str(error)) from None
     await SchedulerService(config, name, step_bus, bus, metrics, tracing, trace).run(stop)

@@ -14,14 +14,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import ssl
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import nats
 import nats.errors
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
+
+from shared.config import MeshConfig
+from shared.subjects import inbox_prefix
 
 log = logging.getLogger("headrace.bus")
 
@@ -61,6 +65,17 @@ class Bus(Protocol):
     async def close(self) -> None: ...
 
 
+class _Client(Client):
+    """nats-py sends its credentials in the clear if a server, or somebody before it, does not ask for TLS."""
+
+    must_have_tls = False
+
+    async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
+        if initial_connection and self.must_have_tls and not info.get("tls_required"):
+            raise nats.errors.Error("it does not ask for TLS, and is not spoken to without")
+        await super()._process_info(info, initial_connection)
+
+
 class NatsBus:
     """One NATS connection. ``reconnects`` counts: to the owner, each one means that messages may have been lost."""
 
@@ -73,18 +88,42 @@ class NatsBus:
         self.on_reconnect: Callable[[], None] | None = None
 
     @classmethod
-    async def connect(cls, url: str, name: str, token: str = "", timeout_s: float = 10.0) -> NatsBus:
-        """Connect, or raise :class:`BusUnavailable` naming the URL once ``timeout_s`` has passed."""
-        client = Client()
+    async def join(cls, config: MeshConfig, kind: str, name: str) -> NatsBus:
+        """Connect as a service of ``kind`` whose connection is called ``name``; raises as :meth:`connect`."""
+        user = config.nats_user or (kind if config.nats_password else "")
+        return await cls.connect(
+            config.nats, name, config.nats_token, user=user, password=config.nats_password, ca=config.nats_ca,
+            inbox=inbox_prefix(kind),
+        )  # fmt: skip
+
+    @classmethod
+    async def connect(
+        cls, url: str, name: str, token: str = "", timeout_s: float = 10.0, *, user: str = "", password: str = "",
+        ca: str = "", inbox: str = "_INBOX",
+    ) -> NatsBus:  # fmt: skip
+        """Connect, or raise :class:`BusUnavailable` naming the URL once ``timeout_s`` has passed.
+
+        An address that begins with ``tls://`` is never spoken to without TLS. ``ca`` is a PEM file with the only CA
+        to trust, else the system's are; replies to requests come under ``inbox``.
+        """
+        client = _Client()
+        client.must_have_tls = ca != "" or any(part.strip().startswith("tls://") for part in url.split(","))
+        try:
+            tls = ssl.create_default_context(cafile=ca or None) if client.must_have_tls else None
+        except OSError as error:  # ssl.SSLError is one
+            raise BusUnavailable(f"--nats-ca {ca}: {error.strerror or error}") from None
         holder: list[NatsBus] = []
+        attempts: list[str] = []  # why each failed
 
         async def on_error(error: Exception) -> None:
             if isinstance(error, nats.errors.SlowConsumerError):
                 if holder:
                     holder[0].slow_consumer_drops += 1
                 log.error("slow consumer: a message was dropped (%s)", error)
-            elif holder:  # before, every attempt to connect would say so; the last one does
+            elif holder:
                 log.warning("nats: %s", error or type(error).__name__)
+            else:  # it is tried again and again: the last attempt says why
+                attempts.append(str(error) or type(error).__name__)
 
         async def on_disconnect() -> None:
             if not (holder and holder[0]._closing):
@@ -106,6 +145,10 @@ class NatsBus:
                     servers=[part.strip() for part in url.split(",")],
                     name=name,
                     token=token or None,
+                    user=user or None,
+                    password=password or None,
+                    tls=tls,
+                    inbox_prefix=inbox,
                     error_cb=on_error,
                     disconnected_cb=on_disconnect,
                     reconnected_cb=on_reconnect,
@@ -117,7 +160,7 @@ class NatsBus:
                     pending_size=0,
                 )
         except (TimeoutError, OSError, nats.errors.Error) as error:
-            why = str(error) or f"no answer within {timeout_s:g} s"
+            why = str(error) or (attempts[-1] if attempts else f"no answer within {timeout_s:g} s")
             raise BusUnavailable(f"no NATS at {_without_secrets(url)} ({why}); is a server running there?") from None
         bus = cls(client)
         holder.append(bus)
@@ -174,4 +217,4 @@ class NatsBus:
 
 
 def _without_secrets(url: str) -> str:
-    return ",".join(part.rsplit("@", 1)[-1].removeprefix("nats://") for part in url.split(","))
+    return ",".join(part.rsplit("@", 1)[-1].rsplit("//", 1)[-1] for part in url.split(","))

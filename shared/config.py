@@ -260,8 +260,11 @@ def check_keys(
 class MeshConfig:
     """What every service needs to join a mesh. Services inherit it."""
 
-    nats: str = option("nats://127.0.0.1:4222", "NATS server(s), comma-separated")
+    nats: str = option("nats://127.0.0.1:4222", "NATS server(s), comma-separated; tls:// insists on TLS")
     nats_token: str = option("", "token for NATS; better given by the environment than as a flag", secret=True)
+    nats_user: str = option("", "user for NATS, with a password; empty: the service's kind, e.g. gateway")
+    nats_password: str = option("", "password for NATS; better given by the environment than as a flag", secret=True)
+    nats_ca: str = option("", "PEM file with the CA that NATS's certificate must be of; empty: the system's CAs")
     mesh: str = option("default", "name of the mesh; services meet only inside one mesh")
     log_level: str = option("info", "least severe log lines shown", choices=("debug", "info", "warning", "error"))
     otlp_endpoint: str = option("", "OTLP/HTTP endpoint for traces, e.g. http://127.0.0.1:4318; empty: no traces")

@@ -6,6 +6,10 @@ import hashlib
 import re
 from dataclasses import dataclass
 
+SERVICE_KINDS = ("gateway", "scheduler", "worker")
+OBSERVER = "observer"
+"""Who reads everything and says nothing: ``headrace tap``."""
+
 _SAFE = re.compile(r"[A-Za-z0-9_-]+")
 
 
@@ -62,3 +66,41 @@ class Subjects:
     @property
     def everything(self) -> str:
         return f"{self.prefix}.>"
+
+
+def inbox_prefix(kind: str) -> str:
+    """Where replies to a service's requests go. Of its own, so that no other service may listen to them."""
+    return f"_INBOX.{kind}"
+
+
+@dataclass(frozen=True)
+class Permissions:
+    """Subjects that one kind of service needs, and nothing beyond them."""
+
+    publish: tuple[str, ...]
+    subscribe: tuple[str, ...]
+
+
+def permissions(kind: str) -> Permissions:
+    """What a NATS server should allow a service, in a mesh of any name. ``kind``: SERVICE_KINDS or OBSERVER."""
+    mesh = "headrace.*"
+    replies = f"{inbox_prefix('gateway')}.>"
+    table = {
+        "gateway": Permissions(
+            (f"{mesh}.submit.*.*", f"{mesh}.cancel.*", f"{mesh}.beat.gateway.*"),
+            (f"{mesh}.tokens.*", f"{mesh}.event.*", f"{mesh}.beat.scheduler.*", f"{mesh}.roll_call", replies),
+        ),
+        "scheduler": Permissions(
+            (
+                f"{mesh}.step.*", f"{mesh}.tokens.*", f"{mesh}.event.*", f"{mesh}.beat.scheduler.*",
+                f"{mesh}.roll_call", replies,
+            ),
+            (f"{mesh}.submit.*.*", f"{mesh}.cancel.*", f"{mesh}.result.*", f"{mesh}.beat.*.*", f"{mesh}.roll_call"),
+        ),
+        "worker": Permissions(
+            (f"{mesh}.result.*", f"{mesh}.tokens.*", f"{mesh}.beat.worker.*"),
+            (f"{mesh}.step.*", f"{mesh}.roll_call"),
+        ),
+        OBSERVER: Permissions((), (f"{mesh}.>",)),
+    }  # fmt: skip
+    return table[kind]

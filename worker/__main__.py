@@ -86,8 +86,8 @@ async def serve(config: WorkerConfig, stop: asyncio.Event) -> None:
     log.info("metrics on http://%s:%d/metrics", config.metrics_host, listener.port)
     tracing = Tracing("worker", name, config.otlp_endpoint, config.trace_sampling)
     try:
-        step_bus = await NatsBus.connect(config.nats, f"{name}-step", config.nats_token)
-        bus = await NatsBus.connect(config.nats, name, config.nats_token)
+        step_bus = await NatsBus.join(config, "worker", f"{name}-step")
+        bus = await NatsBus.join(config, "worker", name)
     except BusUnavailable as error:
         raise StartupError(str(error)) from None
     service = WorkerService(config, name, new_incarnation(), step_bus, bus, metrics, tracing)

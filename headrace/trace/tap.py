@@ -17,7 +17,7 @@ from shared.bus import BusUnavailable, NatsBus
 from shared.config import MeshConfig, at_least, option, parse_service
 from shared.lifecycle import StartupError, run
 from shared.messages import BadMessage, Message, decode
-from shared.subjects import Subjects
+from shared.subjects import OBSERVER, Subjects
 
 _LONGEST_VALUE = 60
 _PATTERNS = ("submit.*.*", "cancel.*", "step.*", "result.*", "tokens.*", "event.*", "beat.*.*", "roll_call")
@@ -102,7 +102,7 @@ class Tap:
 
 async def _live(config: TapConfig, record: BinaryIO | None, stop: asyncio.Event) -> None:
     try:
-        bus = await NatsBus.connect(config.nats, "tap", config.nats_token)
+        bus = await NatsBus.join(config, OBSERVER, "tap")
     except BusUnavailable as error:
         raise StartupError(str(error)) from None
     tap = Tap(config, lambda text: print(text, flush=True), record)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import socket
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,7 +10,16 @@ from typing import Any
 
 import pytest
 
-from headrace.launch import GATEWAY_STAGE, MESH_STAGE, NATS_STAGE, Mesh, child_specs, free_port, with_ports
+from headrace.launch import (
+    GATEWAY_STAGE,
+    MESH_STAGE,
+    NATS_STAGE,
+    Mesh,
+    child_specs,
+    free_port,
+    with_api_key,
+    with_ports,
+)
 from headrace.services import SERVICES
 from headrace.settings import UpSettings, read_settings
 from headrace.supervisor import ChildSpec
@@ -124,3 +134,34 @@ def test_a_taken_default_metrics_port_gives_way(monkeypatch: pytest.MonkeyPatch)
 def test_an_address_that_is_not_ours_is_named() -> None:
     with pytest.raises(ConfigError, match=r"cannot listen on port \d+ of 203\.0\.113\.1"):
         ports(["--port", "8000", "--host", "203.0.113.1"])
+
+
+def test_each_child_gets_its_own_password_of_the_embedded_server() -> None:
+    mesh = dataclasses.replace(
+        MESH, nats_token="", nats_passwords={"gateway": "g-pw", "scheduler": "s-pw", "worker": "w-pw"}
+    )
+    settings = read_settings(["--nats-user", "somebody"], {"HEADRACE_NATS_PASSWORD": "elsewhere"})
+    for spec in child_specs(settings, mesh, {}):
+        config = as_read_by(spec.name, spec)
+        assert (config.nats_user, config.nats_password, config.nats_token) == ("", f"{spec.name[0]}-pw", "")
+        assert spec.env == {"HEADRACE_NATS_PASSWORD": f"{spec.name[0]}-pw"}
+        assert not any("-pw" in word for word in spec.command)
+
+
+def test_passwords_for_somebody_elses_server_are_handed_on() -> None:
+    environ = {"HEADRACE_NATS": "tls://nats.example:4222", "HEADRACE_NATS_PASSWORD": "mine"}
+    settings = read_settings(["--nats-user", "me", "--nats-ca", "/ca.pem"], environ)
+    for spec in child_specs(settings, dataclasses.replace(MESH, nats_token=""), {}):
+        config = as_read_by(spec.name, spec)
+        assert (config.nats_user, config.nats_password, config.nats_ca) == ("me", "mine", "/ca.pem")
+
+
+def test_up_makes_a_key_for_itself_where_a_keys_file_is_in_force() -> None:
+    def key_of(argv: list[str]) -> str:
+        gateway: Any = with_api_key(read_settings(argv, {})).services["gateway"]
+        return str(gateway.api_key)
+
+    made = key_of(["--api-keys", "keys.toml"])
+    assert len(made) >= 32 and made != key_of(["--api-keys", "keys.toml"])
+    assert key_of(["--api-keys", "keys.toml", "--api-key", "mine"]) == "mine"
+    assert key_of([]) == ""
