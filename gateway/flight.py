@@ -75,7 +75,7 @@ class Flight:
         choice.log_prob = log_prob
         before = choice.text.num_tokens
         text = choice.text.feed(tokens, end, logprobs)
-        self._metrics.generation_tokens.inc(choice.text.num_tokens - before)
+        self._metrics.generation_tokens.value += choice.text.num_tokens - before
         finished = choice.text.finish_reason is not None
         if finished:
             self._open -= 1

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from gateway.lean_metrics import LeanCounter, LeanHistogram
+
 TTFT_BUCKETS_S = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
     160.0, 640.0, 2560.0,
@@ -57,15 +59,16 @@ class GatewayMetrics:
         self.prompt_tokens = Counter(
             "vllm:prompt_tokens", "Prompt tokens of accepted requests", ["model_name"], registry=registry
         ).labels(model)
-        self.generation_tokens = Counter(
-            "vllm:generation_tokens", "Tokens generated for clients", ["model_name"], registry=registry
-        ).labels(model)
+        self.generation_tokens = LeanCounter(
+            registry, "vllm:generation_tokens", "Tokens generated for clients", ("model_name", model)
+        )
         self.time_to_first_token = labelled(
             "vllm:time_to_first_token_seconds", "From arrival to the first token", TTFT_BUCKETS_S
         )
-        self.inter_token_latency = labelled(
-            "vllm:inter_token_latency_seconds", "Between two tokens of a choice", ITL_BUCKETS_S
-        )
+        self.inter_token_latency = LeanHistogram(
+            registry, "vllm:inter_token_latency_seconds", "Between two tokens of a choice", ("model_name", model),
+            ITL_BUCKETS_S,
+        )  # fmt: skip
         self.e2e_latency = labelled("vllm:e2e_request_latency_seconds", "From arrival to the end", LATENCY_BUCKETS_S)
         self.request_prompt_tokens = labelled("vllm:request_prompt_tokens", "Prompt tokens of a request", TOKEN_BUCKETS)
         self.request_generation_tokens = labelled(

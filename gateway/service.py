@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import gc
 import logging
 import socket
 import ssl
@@ -16,6 +17,7 @@ from gateway.access import KeyGate
 from gateway.answering import Gateway
 from gateway.app import make_app
 from gateway.config import GatewayConfig
+from gateway.direct_routes import DirectRoutes
 from gateway.dispatch import Dispatch
 from gateway.errors import unavailable
 from gateway.file_limit import allow_connections
@@ -81,7 +83,11 @@ async def run_gateway(gateway: Gateway, listener: socket.socket, stop: asyncio.E
     limits = HttpLimits(allow_connections(config.max_connections), config.slow_reader_timeout_s)
     server = Server(
         uvicorn.Config(
-            KeyGate(make_app(gateway), gateway.keys, gateway.metrics.requests.labels("any", "unauthorized").inc),
+            KeyGate(
+                DirectRoutes(make_app(gateway)),
+                gateway.keys,
+                gateway.metrics.requests.labels("any", "unauthorized").inc,
+            ),
             http=http_protocol(limits),
             ws="none",
             lifespan="off",
@@ -177,6 +183,8 @@ async def serve(config: GatewayConfig, stop: asyncio.Event) -> None:
                 gateway_id, config.model_name, "https" if config.tls_cert else "http", config.host, port,
                 config.metrics_host, metrics_listener.port,
             )  # fmt: skip
+            gc.collect()
+            gc.freeze()  # what was loaded stays: a full collection that walks it stops every stream for 0.1 s and more
             await run_gateway(gateway, listener, stop, config.drain_grace_s)
         finally:
             await _close(bus, tracing)

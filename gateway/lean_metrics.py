@@ -1,0 +1,58 @@
+"""Metrics cheap enough to be booked for every token. prometheus_client's own take a lock and a call or two for each.
+
+All are booked by the event loop's thread alone and read by the listener's: each reading is one that was or is about to
+be, which is all that a scrape promises.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
+
+
+class LeanCounter:
+    """A counter with one label, whose value is fixed: ``value`` is simply added to."""
+
+    def __init__(self, registry: CollectorRegistry, name: str, text: str, label: tuple[str, str]) -> None:
+        self.value = 0
+        self._name, self._text, self._label = name, text, label
+        registry.register(self)
+
+    def collect(self) -> Iterator[Metric]:
+        family = CounterMetricFamily(self._name, self._text, labels=[self._label[0]])
+        family.add_metric([self._label[1]], self.value)
+        yield family
+
+
+class LeanHistogram:
+    """A histogram with one label, whose value is fixed. ``bounds`` ascend; the last bucket, +Inf, is implied."""
+
+    def __init__(
+        self, registry: CollectorRegistry, name: str, text: str, label: tuple[str, str], bounds: Sequence[float]
+    ) -> None:
+        self._name, self._text, self._label = name, text, label
+        self._bounds = list(bounds)
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+        registry.register(self)
+
+    def observe(self, value: float) -> None:
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def collect(self) -> Iterator[Metric]:
+        total = 0
+        buckets: list[tuple[str, float]] = []
+        for bound, count in zip((*self._bounds, float("inf")), self._counts, strict=True):
+            total += count
+            buckets.append((_bound_text(bound), total))
+        family = HistogramMetricFamily(self._name, self._text, labels=[self._label[0]])
+        family.add_metric([self._label[1]], buckets, self._sum)
+        yield family
+
+
+def _bound_text(bound: float) -> str:
+    return "+Inf" if bound == float("inf") else repr(float(bound))
