@@ -33,6 +33,7 @@ def gw(shared_gateway: RunningGateway) -> Iterator[RunningGateway]:
     mesh.step_s = 0.0
     mesh.stepping = mesh.beating = True
     mesh.workers = 1
+    mesh.queue = {}
     mesh.cached = -1
     shared_gateway.until(lambda: shared_gateway.gateway.why_not_ready() is None)
     mesh.running.clear()

@@ -91,6 +91,7 @@ class FakeMesh:
         self.workers = 1
         self.script: Script = pseudo_random
         self.refuse: Callable[[Submit], SubmitReply | None] = lambda submit: None
+        self.queue: dict[str, Any] = {}  # of ModelInfo: what the beats tell of the queue
         self.beating = True
         self.stepping = True
         self.step_s = 0.0
@@ -112,7 +113,7 @@ class FakeMesh:
             group.create_task(self._step_forever())
 
     async def beat(self) -> None:
-        models = [ModelInfo(MODEL, MAX_MODEL_LEN, VOCAB_SIZE, self.workers)]
+        models = [ModelInfo(MODEL, MAX_MODEL_LEN, VOCAB_SIZE, self.workers, **self.queue)]
         beat = SchedulerBeat("sched", self.epoch, models)
         await self.bus.publish(self.subjects.beat("scheduler", "sched"), encode(beat))
 
