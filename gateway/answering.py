@@ -227,12 +227,11 @@ class AnswerApp:
                 if flight.error is None and not flight.client_gone:
                     gateway.metrics.prompt_tokens.inc(flight.prompt_tokens)
                     gateway.metrics.request_prompt_tokens.observe(flight.prompt_tokens)
-                    writer = self._endpoint.writer(
-                        request,
-                        WriterContext(
-                            flight, visit.arrival_ns // 1_000_000_000, model.name, gateway.tokenizer.vocabulary
-                        ),
+                    tokenizer = gateway.tokenizer
+                    context = WriterContext(
+                        flight, visit.arrival_ns // 1_000_000_000, model.name, tokenizer.vocabulary, tokenizer.tools
                     )
+                    writer = self._endpoint.writer(request, context)
                     if request.delivery.stream:
                         await self._stream(send, writer, visit)
                     else:
@@ -250,6 +249,7 @@ class AnswerApp:
     async def _open(self, request: Request, model: ModelInfo, visit: _Visit) -> list[RequestRecord[Part]]:
         """Tokenise, settle the parameters, and enter one request for each prompt into the ledger."""
         gateway, flight = self._gateway, visit.flight
+        await gateway.tokenizer.grammars.check(request.decoding.constraint)
         began_ns = time.time_ns()
         prompts = await self._endpoint.tokenize(request, gateway.tokenizer, model)
         flight.prompt_tokens = sum(len(prompt) for prompt in prompts)

@@ -4,17 +4,47 @@ switches."""
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import msgspec
+
 from gateway.errors import ApiError, invalid
 from gateway.fields import Fields, unsupported
+from gateway.tools import NO_TOOLS, ToolUse, read_arguments, read_tools
+
+
+@dataclass(frozen=True, slots=True)
+class PastCall:
+    """A tool call of an earlier message of the assistant."""
+
+    id: str
+    name: str
+    arguments: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
-    role: Literal["system", "user", "assistant"]
+    role: Literal["system", "user", "assistant", "tool"]
     content: str
+    tool_calls: tuple[PastCall, ...] = ()  # of the assistant
+    tool_call_id: str = ""  # of a tool's result
+    name: str = ""  # of the tool, if the client tells it
+
+    def for_template(self) -> dict[str, Any]:
+        """As chat templates take it."""
+        message: dict[str, Any] = {"role": self.role, "content": self.content}
+        if self.tool_calls:
+            message["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in self.tool_calls
+            ]
+        if self.role == "tool":
+            message["tool_call_id"] = self.tool_call_id
+            if self.name:
+                message["name"] = self.name
+        return message
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +55,16 @@ class Chat:
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     template_kwargs: tuple[tuple[str, bool | str], ...] = ()
+    tools: ToolUse = NO_TOOLS
+
+    def texts(self) -> Iterator[str]:
+        """What goes into the prompt, for a first look at its length."""
+        for message in self.messages:
+            yield message.content
+            for call in message.tool_calls:
+                yield msgspec.json.encode(call.arguments).decode()
+        for tool in self.tools.tools:
+            yield msgspec.json.encode(tool.definition()).decode()
 
 
 MAX_TEMPLATE_KWARGS = 8
@@ -40,12 +80,14 @@ _TEMPLATE_NAMES = frozenset({
 
 # Fields of a message that may be absent, or present and empty, as in answers that clients send back.
 _EMPTY_MESSAGE_FIELDS = {"tool_calls": ([],), "annotations": ([],), "refusal": ("",)}
-_ROLES: dict[str, Literal["system", "user", "assistant"]] = {
+_ROLES: dict[str, Literal["system", "user", "assistant", "tool"]] = {
     "system": "system",
     "developer": "system",  # OpenAI's newer name; templates know the older one
     "user": "user",
     "assistant": "assistant",
+    "tool": "tool",
 }
+MAX_NAME_CHARS = 256  # of a tool's name, or a call's id, in a message
 
 
 def read_chat(fields: Fields) -> Chat:
@@ -58,7 +100,7 @@ def read_chat(fields: Fields) -> Chat:
         )
     if continue_final_message and messages[-1].role != "assistant":
         raise invalid("'continue_final_message' needs a final message of the assistant", "continue_final_message")
-    return Chat(messages, add_generation_prompt, continue_final_message, _template_kwargs(fields))
+    return Chat(messages, add_generation_prompt, continue_final_message, _template_kwargs(fields), read_tools(fields))
 
 
 def _template_kwargs(fields: Fields) -> tuple[tuple[str, bool | str], ...]:
@@ -92,12 +134,46 @@ def _message(value: Any, where: str) -> ChatMessage:
         raise invalid(f"'{where}.role' must be one of {', '.join(_ROLES)}", f"{where}.role")
     fields = Fields(value)
     fields.raw("role")
-    content = _content(fields.raw("content"), f"{where}.content")
+    tool_calls: tuple[PastCall, ...] = ()
+    tool_call_id = name = ""
+    if role == "assistant":
+        tool_calls = _past_calls(fields.raw("tool_calls"), f"{where}.tool_calls")
+    elif role == "tool":
+        tool_call_id = _label(fields.raw("tool_call_id"), f"{where}.tool_call_id")
+        name = _label(fields.raw("name") or "", f"{where}.name")
+    # A message that calls tools needs no text.
+    empty = bool(tool_calls) and fields.raw("content") in (None, [])
+    content = "" if empty else _content(fields.raw("content"), f"{where}.content")
     try:
         fields.finish(("name",), _EMPTY_MESSAGE_FIELDS)
     except ApiError as error:
         raise unsupported(f"{where}.{error.param}") from None
-    return ChatMessage(_ROLES[role], content)
+    return ChatMessage(_ROLES[role], content, tool_calls, tool_call_id, name)
+
+
+def _past_calls(value: Any, where: str) -> tuple[PastCall, ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, list):
+        raise invalid(f"'{where}' must be a list", where)
+    return tuple(_past_call(item, f"{where}[{index}]") for index, item in enumerate(value))
+
+
+def _past_call(value: Any, where: str) -> PastCall:
+    if not isinstance(value, dict) or value.get("type", "function") != "function":
+        raise invalid(f"'{where}' must be a call of type 'function'", where)
+    function = value.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        raise invalid(f"'{where}.function' must have a 'name' and 'arguments', a JSON text", f"{where}.function")
+    name = _label(function.get("name"), f"{where}.function.name")
+    arguments = read_arguments(function["arguments"], f"{where}.function.arguments")
+    return PastCall(_label(value.get("id"), f"{where}.id"), name, arguments)
+
+
+def _label(value: Any, where: str) -> str:
+    if not isinstance(value, str) or len(value) > MAX_NAME_CHARS:
+        raise invalid(f"'{where}' must be a string of at most {MAX_NAME_CHARS} characters", where)
+    return value
 
 
 def _content(value: Any, where: str) -> str:

@@ -32,7 +32,7 @@ def choice_text(
     decoding: Decoding, report: Report, ids: Sequence[int], prompt: PromptReport | None, vocabulary: Vocabulary
 ) -> ChoiceText:
     """For one choice that continues the prompt ``ids``."""
-    detokenizer = vocabulary.detokenizer(ids, report.special_tokens)
+    detokenizer = vocabulary.detokenizer(ids, report.special_tokens, report.markers)
     stop, include_stop, min_tokens = decoding.stop, decoding.include_stop, decoding.min_tokens
     if decoding.max_tokens == 0:
         return NoText(detokenizer, stop, include_stop, min_tokens)

@@ -39,6 +39,10 @@ class GatewayConfig(MeshConfig):
         2048, "cap on a chat answer whose request names no limit; the room left in the context also caps it",
         check=at_least(1),
     )  # fmt: skip
+    tool_call_parser: str = option(
+        "auto", "how the model writes tool calls: hermes, llama3_json or mistral; auto tells it by the chat template",
+        choices=("auto", "hermes", "llama3_json", "mistral"),
+    )  # fmt: skip
     tokenizer_threads: int = option(2, "threads that tokenise", check=between(1, 64))
     submit_timeout_s: float = option(
         5.0, "how long a request is offered to the scheduler before 503", check=between(0.1, 600)

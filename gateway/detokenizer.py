@@ -17,7 +17,7 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Sequence, Set
 from typing import Any, Protocol
 
 from tokenizers import Tokenizer, pre_tokenizers
@@ -54,6 +54,9 @@ class Vocabulary:
         special = self.special_tokens
         self._bytes: dict[int, bytes] | None = None
         self._bytes_and_special: dict[int, bytes] = {}  # made when it is first asked for
+        self._bytes_and_markers: dict[int, bytes] = {}
+        self._visible_and_markers: frozenset[int] = frozenset()
+        self._markers: dict[int, str] = {}
         self._visible: frozenset[int] = frozenset()
         self._byte_tokens: dict[int, bytes] = {}
         self._anchor: list[int] = []  # some token of ordinary text
@@ -70,17 +73,33 @@ class Vocabulary:
             self._anchor = [next((id_ for id_ in sorted(self._visible) if id_ not in self._byte_tokens), 0)]
         self.longest_token_chars = max((len(token) for token in tokens.values()), default=1)
 
-    def detokenizer(self, prompt: Sequence[int], special_tokens: bool = False) -> Detokenizer:
-        """A detokenizer for a text that continues ``prompt``, in which ``special_tokens`` are shown or not."""
+    def reveal(self, spellings: Collection[str]) -> tuple[str, ...]:
+        """Make the special tokens among ``spellings`` the markers that a detokenizer shows where it is asked to."""
+        self._markers = {id_: text for id_, text in self.special_tokens.items() if text in spellings}
+        if self._bytes is not None and self._markers:
+            self._bytes_and_markers = self._bytes | {id_: text.encode() for id_, text in self._markers.items()}
+        self._visible_and_markers = self._visible | self._markers.keys()
+        return tuple(self._markers.values())
+
+    def detokenizer(self, prompt: Sequence[int], special_tokens: bool = False, markers: bool = False) -> Detokenizer:
+        """A detokenizer for a text that continues ``prompt``, in which ``special_tokens`` are shown or not.
+
+        ``markers``: of the special tokens only those of :meth:`reveal` are.
+        """
+        markers = markers and bool(self._markers) and not special_tokens
         if self._bytes is not None:
+            if markers:
+                return _ByteLevelDetokenizer(self._bytes_and_markers)
             return _ByteLevelDetokenizer(self._with_special(self._bytes) if special_tokens else self._bytes)
         visible = self._visible | self.special_tokens.keys() if special_tokens else self._visible
+        if markers:
+            visible = self._visible_and_markers
         anchor: list[int] = []
         for token in reversed(prompt[-_MAX_ANCHOR_SEARCH:]):
             if token in visible and token not in self._byte_tokens:
                 anchor = [token]
                 break
-        decode = self._decode_all if special_tokens else self._decode
+        decode = self._decode_all if special_tokens or markers else self._decode
         return _AnchoredDetokenizer(decode, visible, self._byte_tokens.keys(), anchor)
 
     def token_bytes(self, token: int) -> bytes:

@@ -22,6 +22,8 @@ from gateway.parameters import (
 from gateway.report import Report
 from gateway.token_report import TokenReport
 from gateway.tokenizer import PromptTokenizer
+from gateway.tool_template import ToolTemplate
+from gateway.tool_writer import ToolFormat, ToolWriter
 from gateway.writers import ChatWriter, CompletionWriter, GenerateWriter, Writer
 from shared.ids import new_request_id
 from shared.messages import ModelInfo
@@ -35,6 +37,7 @@ class WriterContext:
     created_s: int
     model: str
     vocabulary: Vocabulary
+    tools: ToolTemplate
 
 
 class Request(Protocol):
@@ -112,10 +115,15 @@ class Chat:
         return [await tokenizer.chat(request.chat, model.max_model_len, model.vocab_size)]
 
     def writer(self, request: ChatRequest, context: WriterContext) -> Writer:
-        return ChatWriter(
+        arguments = (
             context.flight, _answer_id("chatcmpl"), context.created_s, context.model, request.delivery,
             TokenReport(request.report, context.vocabulary),
         )  # fmt: skip
+        use = request.chat.tools
+        if use.choice == "none":
+            return ChatWriter(*arguments)
+        hidden = () if request.report.special_tokens else context.tools.hidden
+        return ToolWriter(use, ToolFormat(context.tools.family, hidden), *arguments)
 
 
 def _answer_id(prefix: str) -> str:

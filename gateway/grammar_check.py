@@ -55,6 +55,13 @@ class GrammarCheck:
         self._free = asyncio.Semaphore(THREADS)
         self._verdicts: OrderedDict[bytes, str] = OrderedDict()  # digest -> what is wrong; empty: nothing
 
+    def prepare(self) -> None:
+        """Make the engine's trie now, and not while requests wait. Blocks; logs if there can be none."""
+        try:
+            self.warm()
+        except Exception as error:  # noqa: BLE001 - whatever the engine dislikes about a tokenizer
+            log.warning("no structured output: the grammar engine cannot use the tokenizer: %s", error)
+
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
@@ -118,8 +125,7 @@ class GrammarCheck:
     def _walk(self, source: str) -> str:
         try:
             tokenizer = self.warm()
-        except ValueError as error:
-            log.warning("no grammars: the engine cannot use the tokenizer: %s", error)
+        except Exception:  # noqa: BLE001 - as above
             return "structured output is not supported: the grammar engine cannot use this model's tokenizer"
         clock = _Clock()
         matcher = LLMatcher(tokenizer, source, log_level=0, limits=self._limits)

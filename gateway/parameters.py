@@ -7,7 +7,7 @@ to its model, in :meth:`gateway.decoding.Decoding.bind`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gateway.chat_messages import Chat, read_chat
@@ -127,6 +127,11 @@ def parse_chat(body: dict[str, Any], limits: GatewayConfig) -> ChatRequest:
     decoding = read_decoding(
         fields, limits, 1, max_tokens if max_completion_tokens is None else max_completion_tokens, report
     )
+    if chat.tools.choice != "none":
+        if decoding.constraint.grammar:
+            raise invalid(f"'{decoding.constraint.field}' cannot go with 'tools'", decoding.constraint.field)
+        decoding = replace(decoding, constraint=chat.tools.constraint)
+        report = replace(report, markers=chat.tools.choice == "auto")
     check_combination(decoding, delivery.stream)
     request = ChatRequest(read_model(fields), chat, decoding, report, delivery)
     fields.finish(HARMLESS, NEUTRAL)

@@ -7,6 +7,9 @@ spells ``<|im_end|>`` would end the turn. Two steps undo that without changing h
 * after it, the unmarked spellings are the template's own. They are renamed to what a twin of the tokenizer calls
   these tokens, the marks are removed, and the twin tokenises. The twin is the same tokenizer, but for these names.
 
+Tool markers (``<tool_response>`` and the like) are often tokens without being control tokens. They are broken in
+the same way, but only in what a tool said (:meth:`PlainText.guard_tree`): people may write them on purpose.
+
 Marks and names are random and per process, so no text can contain them. Texts without such spellings never come here.
 """
 
@@ -15,6 +18,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
+from collections.abc import Iterable
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -25,19 +29,30 @@ def _random_mark() -> str:
     return "".join(chr(0xE000 + secrets.randbelow(0x1000)) for _ in range(8))
 
 
+def _any_of(spellings: Iterable[str]) -> re.Pattern[str] | None:
+    ordered = sorted(set(spellings), key=lambda text: (-len(text), text))
+    return re.compile("|".join(re.escape(spelling) for spelling in ordered)) if ordered else None
+
+
+def _starts_of(spelled: re.Pattern[str] | None) -> re.Pattern[str] | None:
+    """A look-ahead finds overlapping spellings too; each is broken behind its first character."""
+    return None if spelled is None else re.compile(f"(?=(?:{spelled.pattern}))(?s:.)")
+
+
 class PlainText:
     """The control tokens of one tokenizer, and its twin. Thread-safe: nothing changes after construction."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        special = {id_: token.content for id_, token in tokenizer.get_added_tokens_decoder().items() if token.special}
-        spellings = sorted(set(special.values()), key=lambda text: (-len(text), text))
-        alternatives = "|".join(re.escape(spelling) for spelling in spellings)
-        self._any = re.compile(alternatives) if spellings else None
-        # A look-ahead finds overlapping spellings too; each is broken behind its first character.
-        self._starts = re.compile(f"(?=(?:{alternatives}))(?s:.)") if spellings else None
+        added = tokenizer.get_added_tokens_decoder()
+        control = {id_: token.content for id_, token in added.items() if token.special}
+        renamed = control | {id_: token.content for id_, token in added.items() if "tool" in token.content.lower()}
+        self._control = _any_of(control.values())
+        self._any = _any_of(renamed.values())
+        self._control_starts = _starts_of(self._control)
+        self._any_starts = _starts_of(self._any)
         self._break = _random_mark()
         self._name = _random_mark()
-        self._twin = self._make_twin(tokenizer, special) if all(len(text) > 1 for text in spellings) else None
+        self._twin = self._make_twin(tokenizer, renamed) if all(len(text) > 1 for text in renamed.values()) else None
 
     @property
     def available(self) -> bool:
@@ -45,13 +60,26 @@ class PlainText:
         return self._any is None or self._twin is not None
 
     def spells_control_tokens(self, text: str) -> bool:
-        return self._any is not None and self._any.search(text) is not None
+        return self._control is not None and self._control.search(text) is not None
 
     def guard(self, text: str) -> str:
         """``text`` with every spelling of a control token broken; the same text if there is none."""
-        if self._starts is None or not self.spells_control_tokens(text):
+        return self._broken(text, self._control, self._control_starts)
+
+    def guard_tree(self, tree: Any) -> Any:
+        """A JSON value whose strings, keys too, are guarded, against the spelling of tool markers as well."""
+        if isinstance(tree, str):
+            return self._broken(tree, self._any, self._any_starts)
+        if isinstance(tree, list):
+            return [self.guard_tree(item) for item in tree]
+        if isinstance(tree, dict):
+            return {self.guard_tree(key): self.guard_tree(value) for key, value in tree.items()}
+        return tree
+
+    def _broken(self, text: str, spelled: re.Pattern[str] | None, starts: re.Pattern[str] | None) -> str:
+        if spelled is None or starts is None or spelled.search(text) is None:
             return text
-        return self._starts.sub(lambda match: match.group() + self._break, text)
+        return starts.sub(lambda match: match.group() + self._break, text)
 
     def encode(self, guarded: str) -> list[int]:
         """Token ids of a rendered template whose messages were guarded."""

@@ -24,6 +24,7 @@ class Report:
     echo: bool = False  # the text begins with the prompt
     token_ids: bool = False
     special_tokens: bool = False  # their text is shown
+    markers: bool = False  # that of tool markers among them is, to the parser of tool calls
 
     @property
     def per_token(self) -> bool:

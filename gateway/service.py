@@ -166,7 +166,9 @@ async def serve(config: GatewayConfig, stop: asyncio.Event) -> None:
         metrics = GatewayMetrics(config.model_name)
         metrics_listener = listen_metrics(metrics, config.metrics_host, config.metrics_port)
         stack.callback(metrics_listener.close)
-        tokenizer = await asyncio.to_thread(PromptTokenizer.load, config.model, config.tokenizer_threads)
+        tokenizer = await asyncio.to_thread(
+            PromptTokenizer.load, config.model, config.tokenizer_threads, config.tool_call_parser
+        )
         stack.callback(tokenizer.close)
         gateway_id = new_process_id("gateway")
         tracing = Tracing("gateway", gateway_id, config.otlp_endpoint, config.trace_sampling)

@@ -14,7 +14,7 @@ import msgspec
 from llguidance.gbnf_to_lark import any_to_lark
 
 from gateway.errors import ApiError, invalid
-from gateway.fields import Fields
+from gateway.fields import Fields, unsupported
 from shared.grammar import Grammar, GrammarError, encode_grammar
 
 MAX_SCHEMA_DEPTH = 64
@@ -83,7 +83,7 @@ def schema_grammar(schema: Any, where: str) -> str:
             raise invalid(f"'{where}' is no JSON: {error}", where) from None
     if not isinstance(schema, dict):
         raise invalid(f"'{where}' must be a JSON schema: an object", where)
-    _check_schema(schema, where)
+    check_schema(schema, where)
     return _encoded(Grammar("json_schema", schema), where)
 
 
@@ -180,11 +180,10 @@ def _finish(fields: Fields, where: str, neutral: dict[str, tuple[Any, ...]] | No
     try:
         fields.finish((), neutral or {})
     except ApiError as error:
-        raise ApiError(400, f"'{where}.{error.param}' is not supported", param=f"{where}.{error.param}",
-                       code="unsupported_field") from None  # fmt: skip
+        raise unsupported(f"{where}.{error.param}") from None
 
 
-def _check_schema(schema: dict[str, Any], where: str) -> None:
+def check_schema(schema: dict[str, Any], where: str) -> None:
     """Refuse a schema that is too deep or too wide. Iterative: its depth is the client's."""
     properties = 0
     level: list[Any] = [schema]

@@ -19,8 +19,10 @@ from tokenizers import Tokenizer
 from gateway.chat_messages import Chat
 from gateway.detokenizer import Vocabulary
 from gateway.errors import ApiError, invalid
+from gateway.grammar_check import GrammarCheck
 from gateway.parameters import Prompt
 from gateway.plain_text import PlainText
+from gateway.tool_template import ToolTemplate
 from shared.lifecycle import StartupError
 
 log = logging.getLogger("headrace.gateway")
@@ -29,8 +31,11 @@ log = logging.getLogger("headrace.gateway")
 class PromptTokenizer:
     """Tokenises prompts and chats for one model."""
 
-    def __init__(self, tokenizer: Any, threads: int = 2) -> None:
-        """``tokenizer``: a fast tokenizer of transformers (one that has a ``backend_tokenizer``)."""
+    def __init__(self, tokenizer: Any, threads: int = 2, tool_call_parser: str = "auto") -> None:
+        """``tokenizer``: a fast tokenizer of transformers (one that has a ``backend_tokenizer``).
+
+        ``tool_call_parser``: a family of :data:`gateway.tool_parsers.PARSERS`, or ``auto``.
+        """
         backend = tokenizer.backend_tokenizer
         backend.no_truncation()
         backend.no_padding()
@@ -39,11 +44,14 @@ class PromptTokenizer:
         self._plain_text = PlainText(backend)
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="tokenize")
         self.vocabulary = Vocabulary(backend)
+        self.grammars = GrammarCheck(backend.to_str(), tokenizer.eos_token_id)
+        self.tools = ToolTemplate(tokenizer, tool_call_parser)
+        self.tools.hidden = self.vocabulary.reveal(self.tools.markers)
         if not self._plain_text.available:
             log.warning("chat messages that spell a control token will be refused: the tokenizer cannot be copied")
 
     @classmethod
-    def load(cls, model: str, threads: int = 2) -> PromptTokenizer:
+    def load(cls, model: str, threads: int = 2, tool_call_parser: str = "auto") -> PromptTokenizer:
         """The tokenizer of a local folder or a Hugging Face id; :class:`StartupError` if there is no usable one."""
         if not model:
             raise StartupError("--model is needed: the folder or Hugging Face id whose tokenizer to use")
@@ -61,9 +69,12 @@ class PromptTokenizer:
             raise StartupError(f"no tokenizer in {model!r}: {reason}") from None
         if getattr(tokenizer, "backend_tokenizer", None) is None:
             raise StartupError(f"the tokenizer of {model!r} is not one that the tokenizers library runs")
-        return cls(tokenizer, threads)
+        loaded = cls(tokenizer, threads, tool_call_parser)
+        loaded.grammars.prepare()
+        return loaded
 
     def close(self) -> None:
+        self.grammars.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     async def prompts(self, prompts: Sequence[Prompt], max_len: int, vocab_size: int) -> list[Sequence[int]]:
@@ -84,8 +95,8 @@ class PromptTokenizer:
 
     async def chat(self, chat: Chat, max_len: int, vocab_size: int) -> list[int]:
         """The ids of a rendered conversation."""
-        for message in chat.messages:
-            self._check_length(message.content, max_len)
+        for text in chat.texts():
+            self._check_length(text, max_len)
         ids: list[int] = await self._in_thread(self._encode_chat, chat)
         if not ids:
             raise invalid("the conversation has no tokens", "messages")
@@ -131,25 +142,37 @@ class PromptTokenizer:
         return [encoding.ids for encoding in self._backend.encode_batch_fast(texts, add_special_tokens=True)]
 
     def _encode_chat(self, chat: Chat) -> list[int]:
-        guarded = [self._plain_text.guard(message.content) for message in chat.messages]
-        spelled = any(text != message.content for text, message in zip(guarded, chat.messages, strict=True))
+        self.tools.check(chat)
+        conversation = [message.for_template() for message in chat.messages]
+        tools = [tool.definition() for tool in chat.tools.tools]
+        guarded = [self._guarded(message) for message in conversation]
+        guarded_tools = self._plain_text.guard_tree(tools)
+        spelled = guarded != conversation or guarded_tools != tools
         if spelled and not self._plain_text.available:
             raise invalid("a message spells one of the model's control tokens", "messages")
-        text = self._render(chat, guarded)
+        text = self._render(chat, guarded, guarded_tools)
         if spelled:
             return self._plain_text.encode(text)
         ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return ids
 
-    def _render(self, chat: Chat, contents: list[str]) -> str:
-        conversation = [
-            {"role": message.role, "content": content} for message, content in zip(chat.messages, contents, strict=True)
-        ]
+    def _guarded(self, message: dict[str, Any]) -> dict[str, Any]:
+        """A message as the template gets it, in which nothing spells a control token."""
+        guard = self._plain_text.guard
+        if message["role"] == "tool":
+            return {name: self._plain_text.guard_tree(value) for name, value in message.items()}
+        guarded = {**message, "content": guard(message["content"])}
+        if "tool_calls" in message:
+            guarded["tool_calls"] = self._plain_text.guard_tree(message["tool_calls"])
+        return guarded
+
+    def _render(self, chat: Chat, conversation: list[dict[str, Any]], tools: list[dict[str, Any]]) -> str:
         if not self._template_owner.chat_template:
             raise invalid("the model has no chat template; use /v1/completions", "messages")
         try:
             rendered: str = self._template_owner.apply_chat_template(
                 conversation,
+                tools=tools or None,
                 tokenize=False,
                 add_generation_prompt=chat.add_generation_prompt,
                 continue_final_message=chat.continue_final_message,

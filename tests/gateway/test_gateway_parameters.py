@@ -231,8 +231,8 @@ def test_an_answer_can_be_sent_back() -> None:
         ({"role": "user", "content": 5}, "messages[0].content"),
         ({"role": "robot", "content": "x"}, "messages[0].role"),
         ({"role": [], "content": "x"}, "messages[0].role"),
-        ({"role": "tool", "content": "x"}, "messages[0].role"),
-        ({"role": "assistant", "content": "x", "tool_calls": [{}]}, "messages[0].tool_calls"),
+        ({"role": "tool", "content": "x"}, "messages[0].tool_call_id"),
+        ({"role": "assistant", "content": "x", "tool_calls": [{}]}, "messages[0].tool_calls[0].function"),
         ("x", "messages[0]"),
     ],
 )
@@ -249,7 +249,7 @@ def test_messages_are_needed(value: Any) -> None:
     "fields",
     [
         {"chat_template": "{{ x }}"}, {"chat_template_kwargs": {"chat_template": "x"}},
-        {"tools": [{"type": "function"}]},
+        {"tools": {"type": "function"}},
         {"tool_choice": "required"}, {"response_format": "json_object"}, {"logprobs": 3},
         {"top_logprobs": 3}, {"top_logprobs": 3, "logprobs": False}, {"top_logprobs": 21, "logprobs": True},
         {"echo": True}, {"functions": [{}]}, {"reasoning_effort": "high"}, {"modalities": ["audio"]},
