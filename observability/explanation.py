@@ -42,10 +42,11 @@ class Interval:
         return (self.end_ns - self.begin_ns) / 1e6
 
 
-def explain(report: Report, answer: AnswerTrace | None = None) -> list[Interval]:
+def explain(report: Report) -> list[Interval]:
     """The life of the request's last choice to end, which is what its client waited for. Times are unix ns."""
     found: list[Interval] = []
     request = report.request
+    answer = request.answer if request is not None else None
     offset = report.unix_offset_ns
     if answer is not None:
         found += _before(answer)

@@ -24,7 +24,7 @@ class SchedulerConfig(MeshConfig):
     enable_prefix_caching: bool = option(True, "use the KV blocks of equal prompt beginnings again")
     growth_aware_admission: bool = option(True, "admit a sequence only if what all are expected to grow by fits too")
     length_quantile: float = option(
-        0.55,
+        0.6,
         "mean quantile of recent output lengths that growth is expected from: 0.5 as observed, more is cautious",
         check=between(0.05, 0.95),
     )
@@ -74,6 +74,10 @@ class SchedulerConfig(MeshConfig):
     gateway_timeout_s: float = option(
         10.0, "a gateway silent for so long is gone, and its requests are cancelled", check=at_least(1)
     )
+    recorded_requests: int = option(
+        2048, "requests whose life is remembered, for `headrace explain`", check=between(16, 1_000_000)
+    )
+    recorded_steps: int = option(16_384, "steps that are remembered beside them", check=between(64, 10_000_000))
     record: str = option("", "write every input and every plan to this file, for headrace replay; it grows without end")
     metrics_host: str = option("127.0.0.1", "address of the metrics listener")
     metrics_port: int = option(9401, "port of the metrics listener; 0: any free one", check=between(0, 65535))

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from scheduler.core.core import SchedulerCore
 from scheduler.core.events import CoreEvent
 from scheduler.metrics import SchedulerMetrics
-from shared.messages import StepResult, encode
+from shared.messages import StepPlan, StepResult, encode
 from shared.subjects import Subjects
 
 MARGIN_S = 0.002
@@ -43,18 +43,18 @@ class WorkerLink:
 
 
 class PlanSender:
-    """Owns the links to the workers. ``carry_out`` gets the events that planning brings."""
+    """Owns the links to the workers. ``planned`` is told of each plan, of the events that came with it, and when."""
 
     def __init__(
         self, core: SchedulerCore, run_ahead: int, subjects: Subjects, post: Callable[[str, bytes], None],
-        metrics: SchedulerMetrics, carry_out: Callable[[Iterable[CoreEvent]], None],
+        metrics: SchedulerMetrics, planned: Callable[[StepPlan | None, Sequence[CoreEvent], int], None],
     ) -> None:  # fmt: skip
         self._core = core
         self._run_ahead = run_ahead
         self._subjects = subjects
         self._post = post
         self._metrics = metrics
-        self._carry_out = carry_out
+        self._planned = planned
         self._loop = asyncio.get_running_loop()
         self.links: dict[str, WorkerLink] = {}
         self.closed = False
@@ -114,9 +114,10 @@ class PlanSender:
 
     def _send_plan(self, worker: str, link: WorkerLink) -> bool:
         began = time.perf_counter_ns()
-        plan, events = self._core.plan(worker, time.monotonic_ns())
+        now = time.monotonic_ns()
+        plan, events = self._core.plan(worker, now)
         self._metrics.plan_seconds.observe((time.perf_counter_ns() - began) / 1e9)
-        self._carry_out(events)
+        self._planned(plan, events, now)
         if plan is None:
             return False
         payload = encode(plan)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from scheduler.core.events import CoreEvent, Ended, Failed, Preempted
 from scheduler.core.sequence import Sequence as CoreSequence
-from shared.flight_record import ChoiceTrace, Report, RequestTrace, Stay, StepTrace
+from shared.flight_record import AnswerTrace, ChoiceTrace, Report, RequestTrace, Stay, StepTrace
 from shared.messages import StepPlan, StepResult, Submit
 
 MOST_STEPS_TOLD = 4096
@@ -35,6 +35,7 @@ class FlightRecorder:
     def __init__(self, requests: int = 2048, steps: int = 16_384) -> None:
         self._most = requests
         self._requests: dict[str, RequestTrace] = {}
+        self._names: dict[str, str] = {}  # ids that clients know -> request
         self._ended: deque[str] = deque()  # in the order in which they ended
         self.steps: deque[StepTrace] = deque(maxlen=steps)
         self._open: dict[tuple[str, int], StepTrace] = {}  # without a result
@@ -103,6 +104,17 @@ class FlightRecorder:
                     self._ended.append(record.request_id)
         self._trim()
 
+    def answered(self, answer: AnswerTrace) -> None:
+        """A gateway tells how its answer went."""
+        record = self._requests.get(answer.request_id)
+        if record is not None:
+            record.answer = answer
+            for name in (answer.answer_id, answer.client_id):
+                if name:
+                    self._names[name] = answer.request_id
+            while len(self._names) > 2 * self._most:
+                del self._names[next(iter(self._names))]
+
     def worker_lost(self, worker: str) -> None:
         """Its plans get no results any more."""
         for key in [key for key in self._open if key[0] == worker]:
@@ -114,7 +126,7 @@ class FlightRecorder:
 
     def report(self, scheduler: str, epoch: int, unix_offset_ns: int, request_id: str, now: int) -> Report:
         """Everything that explains the request; without a request if it is not remembered."""
-        request = self._requests.get(request_id)
+        request = self._requests.get(request_id) or self._requests.get(self._names.get(request_id, ""))
         if request is None:
             return Report(scheduler, epoch, unix_offset_ns, None)
         workers = {stay.worker for choice in request.choices.values() for stay in choice.stays}
@@ -129,9 +141,9 @@ class FlightRecorder:
         return Report(scheduler, epoch, unix_offset_ns, request, steps, left_out)
 
     def slowest(self, count: int) -> list[RequestTrace]:
-        """Ended requests, those first that took longest from submit to their last end."""
+        """Ended requests, those first that took longest, as their clients or else the scheduler saw it."""
         ended = [one for one in self._requests.values() if not one.live]
-        return sorted(ended, key=lambda one: one.submitted_ns - one.ended_ns)[:count]
+        return sorted(ended, key=lambda one: -one.took_ns)[:count]
 
     def steps_between(self, begin_ns: int, end_ns: int) -> list[StepTrace]:
         """Steps that were planned before ``end_ns`` and whose results came after ``begin_ns``, in order."""

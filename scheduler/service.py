@@ -5,20 +5,24 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Sequence
 
 import msgspec
 
 from observability.tracing import Tracing
 from scheduler.config import SchedulerConfig
 from scheduler.core.core import BadResult, ResultGap, SchedulerCore
+from scheduler.core.events import CoreEvent
 from scheduler.metrics import SchedulerMetrics
 from scheduler.pacing import PlanSender, WorkerLink
+from scheduler.recorder import FlightRecorder, Queue
 from scheduler.recording import RecordingCore, TraceWriter
 from scheduler.reporting import Reporter
 from shared.bus import Bus
 from shared.lifecycle import ServiceFault
 from shared.messages import (
     MAX_EPOCH,
+    Answered,
     AnyMessage,
     BadMessage,
     Cancel,
@@ -30,6 +34,7 @@ from shared.messages import (
     Reset,
     RollCall,
     SchedulerBeat,
+    StepPlan,
     StepResult,
     Submit,
     SubmitReply,
@@ -90,8 +95,9 @@ class SchedulerService:
         self._draining = False
         self._unix_offset_ns = time.time_ns() - time.monotonic_ns()
         self._report = Reporter(self._core, self._subjects, self._out.post, metrics, tracing, self._unix_offset_ns)
+        self._recorder = FlightRecorder(config.recorded_requests, config.recorded_steps)
         self._plans = PlanSender(
-            self._core, config.run_ahead, self._subjects, self._step_out.post, metrics, self._report.carry_out
+            self._core, config.run_ahead, self._subjects, self._step_out.post, metrics, self._planned
         )
 
     async def lead(self, stop: asyncio.Event) -> None:
@@ -116,6 +122,7 @@ class SchedulerService:
         await self._bus.subscribe(self._subjects.submit_all(epoch), self._on_submit)
         await self._bus.subscribe(self._subjects.cancel(epoch), self._on_cancel)
         await self._bus.subscribe(self._subjects.roll_call, self._on_roll_call)
+        await self._bus.subscribe(self._subjects.answered, self._on_answered)
         await self._step_bus.flush()
         await self._bus.flush()
         self._leading = True
@@ -142,6 +149,17 @@ class SchedulerService:
         self._plans.close()
         await self._out.drain()
 
+    def _carry_out(self, events: Sequence[CoreEvent]) -> None:
+        self._recorder.told(events)
+        self._report.carry_out(events)
+
+    def _planned(self, plan: StepPlan | None, events: Sequence[CoreEvent], now: int) -> None:
+        """The core was asked for a plan."""
+        if plan is not None:
+            lack = self._core.workers[plan.worker].lack
+            self._recorder.planned(plan, events, Queue(self._core.num_waiting, *lack), now)
+        self._carry_out(events)
+
     # --- in ---------------------------------------------------------------------------------------------------------
 
     def _on_submit(self, payload: bytes, reply_to: str) -> None:
@@ -154,7 +172,11 @@ class SchedulerService:
         else:
             if message.deadline_ns:  # unix time on the wire, the core's own clock inside
                 message = msgspec.structs.replace(message, deadline_ns=message.deadline_ns - self._unix_offset_ns)
-            reply = self._core.submit(message, time.monotonic_ns())
+            now = time.monotonic_ns()
+            reply = self._core.submit(message, now)
+            if reply.outcome is Outcome.ACCEPTED:
+                sequences = self._core.sequences_of(message.request_id)
+                self._recorder.submitted(message, sequences, reply.queue_position, now)
         self._gateways.setdefault(message.gateway, time.monotonic())
         if reply_to:
             self._out.post(reply_to, encode(reply))
@@ -167,7 +189,7 @@ class SchedulerService:
         message = self._decode(payload)
         if isinstance(message, Cancel):
             now = time.monotonic_ns()
-            self._report.carry_out(self._core.cancel(message.request_id, message.attempt, message.choice, now))
+            self._carry_out(self._core.cancel(message.request_id, message.attempt, message.choice, now))
             self._plans.pump_all()
             self._tell_if_full()
 
@@ -189,7 +211,8 @@ class SchedulerService:
             return
         now = time.monotonic_ns()
         try:
-            self._report.carry_out(self._core.apply(message, now))
+            self._carry_out(self._core.apply(message, now))
+            self._recorder.settled(message, now)
         except ResultGap as gap:
             self._plans.resend(gap.worker, gap.step)
             return
@@ -201,6 +224,11 @@ class SchedulerService:
         if len(self._plans.links) > 1:
             self._plans.pump_all()
         self._tell_if_full()
+
+    def _on_answered(self, payload: bytes, _: str) -> None:
+        message = self._decode(payload)
+        if isinstance(message, Answered):
+            self._recorder.answered(message.answer)
 
     def _on_beat(self, payload: bytes, _: str) -> None:
         message = self._decode(payload)
@@ -234,7 +262,7 @@ class SchedulerService:
         self._gateways[beat.gateway] = time.monotonic()
         if not beat.partial:
             live = [request_id for request_id, _ in beat.live]
-            self._report.carry_out(self._core.reconcile(beat.gateway, live, now - ORPHAN_AGE_NS, now))
+            self._carry_out(self._core.reconcile(beat.gateway, live, now - ORPHAN_AGE_NS, now))
         unknown = {key for key in beat.live if not self._core.knows(*key)}
         since = self._unknown.get(beat.gateway, {})
         self._unknown[beat.gateway] = since = {key: since.get(key, now) for key in unknown}
@@ -290,7 +318,7 @@ class SchedulerService:
             # must miss a step rather than take the plan for the next of the old batch.
             first_step = max(first_step, known[1] + 1)
         self._plans.forget(beat.worker)
-        self._report.carry_out(self._core.worker_up(beat.worker, beat.incarnation, beat.capacity, now, first_step))
+        self._carry_out(self._core.worker_up(beat.worker, beat.incarnation, beat.capacity, now, first_step))
         reset = encode(Reset(self._core.epoch, beat.worker, beat.incarnation, first_step))
         self._plans.links[beat.worker] = WorkerLink(beat.incarnation, time.monotonic(), first_step, reset)
         self._step_out.post(self._subjects.step(beat.worker), reset)
@@ -344,7 +372,8 @@ class SchedulerService:
             state = self._core.workers[worker]
             self._next_steps[worker] = (state.incarnation, state.next_step)
         self._plans.forget(worker)
-        self._report.carry_out(self._core.worker_lost(worker, reason, time.monotonic_ns()))
+        self._recorder.worker_lost(worker)
+        self._carry_out(self._core.worker_lost(worker, reason, time.monotonic_ns()))
         self._beat()
 
     # --- time -------------------------------------------------------------------------------------------------------
@@ -364,8 +393,8 @@ class SchedulerService:
                     del self._gateways[gateway]
                     self._unknown.pop(gateway, None)
                     now_ns = time.monotonic_ns()
-                    self._report.carry_out(self._core.reconcile(gateway, [], now_ns, now_ns))
-            self._report.carry_out(self._core.tick(time.monotonic_ns()))
+                    self._carry_out(self._core.reconcile(gateway, [], now_ns, now_ns))
+            self._carry_out(self._core.tick(time.monotonic_ns()))
             self._plans.pump_all()
             self._report.observe()
 

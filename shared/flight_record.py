@@ -53,39 +53,6 @@ class ChoiceTrace(msgspec.Struct, array_like=True):
     generated: int = 0
 
 
-class RequestTrace(msgspec.Struct, array_like=True):
-    request_id: str
-    gateway: str
-    tenant: str
-    priority: int
-    prompt_len: int
-    max_tokens: int
-    submitted_ns: int
-    position: int  # in the queue, at submit
-    choices: dict[int, ChoiceTrace]
-    traceparent: str = ""
-
-    @property
-    def live(self) -> bool:
-        return any(not choice.end for choice in self.choices.values())
-
-    @property
-    def ended_ns(self) -> int:
-        return max((choice.ended_ns for choice in self.choices.values()), default=0)
-
-
-class Report(msgspec.Struct, array_like=True):
-    """What one scheduler knows of one request. ``steps`` are those of its workers that overlap its life; where they
-    would be too many, the longest and those with prompt tokens or preemptions are kept, and ``left_out`` counts."""
-
-    scheduler: str
-    epoch: int
-    unix_offset_ns: int
-    request: RequestTrace | None
-    steps: list[StepTrace] = []
-    left_out: int = 0
-
-
 class AnswerTrace(msgspec.Struct, array_like=True):
     """What a gateway remembers of one prompt that it answered. Times are unix ns; 0: it did not come to that."""
 
@@ -101,3 +68,44 @@ class AnswerTrace(msgspec.Struct, array_like=True):
     outcome: str = ""
     tokens: dict[int, list[tuple[int, int]]] = {}  # by choice: (when a batch came, tokens in it)
     blocked: list[tuple[int, int]] = []  # times at which the client took nothing though something was there
+
+
+class RequestTrace(msgspec.Struct, array_like=True):
+    request_id: str
+    gateway: str
+    tenant: str
+    priority: int
+    prompt_len: int
+    max_tokens: int
+    submitted_ns: int
+    position: int  # in the queue, at submit
+    choices: dict[int, ChoiceTrace]
+    traceparent: str = ""
+    answer: AnswerTrace | None = None  # once its gateway has told
+
+    @property
+    def live(self) -> bool:
+        return any(not choice.end for choice in self.choices.values())
+
+    @property
+    def ended_ns(self) -> int:
+        return max((choice.ended_ns for choice in self.choices.values()), default=0)
+
+    @property
+    def took_ns(self) -> int:
+        """From the request's head to the answer's last byte; from submit to end where the gateway has not told."""
+        if self.answer is not None and self.answer.finished_ns:
+            return self.answer.finished_ns - self.answer.received_ns
+        return self.ended_ns - self.submitted_ns
+
+
+class Report(msgspec.Struct, array_like=True):
+    """What one scheduler knows of one request. ``steps`` are those of its workers that overlap its life; where they
+    would be too many, the longest and those with prompt tokens or preemptions are kept, and ``left_out`` counts."""
+
+    scheduler: str
+    epoch: int
+    unix_offset_ns: int
+    request: RequestTrace | None
+    steps: list[StepTrace] = []
+    left_out: int = 0

@@ -16,6 +16,8 @@ from enum import StrEnum
 
 import msgspec
 
+from shared.flight_record import AnswerTrace
+
 MAX_EPOCH = 1 << 53
 """No epoch comes near; a message that says so is noise, and must not fence the mesh off for ever."""
 
@@ -250,8 +252,8 @@ class TokenEntry(Message, frozen=True):
     log_prob: float = 0.0  # with ``end``, where Sampling asks for it: cumulative log-probability of the choice
     logprobs: list[TokenLogprob] = []  # one for each of ``tokens``, where Sampling asks for them
     # Of the prompt's tokens from ``prompt_offset`` (>= 1) on, where Sampling asks for them. They come in pieces, in
-    # entries of choice 0 without tokens, before any token of the output; a piece may come twice (after a preemption),
-    # with the same offset. A prompt's cached tokens have none: see ``Sampling.prompt_logprobs``.
+    # entries of choice 0 without tokens, all of them before any token of the output. Some may come again later, the
+    # same (after a preemption, or from another choice). Cached tokens have none: see ``Sampling.prompt_logprobs``.
     prompt_logprobs: list[TokenLogprob] = []
     prompt_offset: int = 0
     cached: int = -1  # in the first entry of a choice: prompt tokens that the prefix cache held at admission
@@ -340,6 +342,12 @@ class GatewayBeat(Message, frozen=True, tag="gateway_beat"):
     partial: bool = False  # the list was cut to fit a message: absence proves nothing
 
 
+class Answered(Message, frozen=True, tag="answered"):
+    """A gateway tells the scheduler how the answer to a request went, for whoever explains it. May be lost."""
+
+    answer: AnswerTrace
+
+
 class RollCall(Message, frozen=True, tag="roll_call"):
     """A scheduler that starts asks everybody for a beat at once."""
 
@@ -361,6 +369,7 @@ AnyMessage = (
     | SchedulerBeat
     | GatewayBeat
     | RollCall
+    | Answered
 )
 
 _encoder = msgspec.msgpack.Encoder()

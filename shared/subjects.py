@@ -60,6 +60,11 @@ class Subjects:
         return f"{self.prefix}.beat.{kind}.*"
 
     @property
+    def answered(self) -> str:
+        """Where gateways tell how their answers went."""
+        return f"{self.prefix}.answered"
+
+    @property
     def roll_call(self) -> str:
         return f"{self.prefix}.roll_call"
 
@@ -87,7 +92,7 @@ def permissions(kind: str) -> Permissions:
     replies = f"{inbox_prefix('gateway')}.>"
     table = {
         "gateway": Permissions(
-            (f"{mesh}.submit.*.*", f"{mesh}.cancel.*", f"{mesh}.beat.gateway.*"),
+            (f"{mesh}.submit.*.*", f"{mesh}.cancel.*", f"{mesh}.beat.gateway.*", f"{mesh}.answered"),
             (f"{mesh}.tokens.*", f"{mesh}.event.*", f"{mesh}.beat.scheduler.*", f"{mesh}.roll_call", replies),
         ),
         "scheduler": Permissions(
@@ -95,7 +100,10 @@ def permissions(kind: str) -> Permissions:
                 f"{mesh}.step.*", f"{mesh}.tokens.*", f"{mesh}.event.*", f"{mesh}.beat.scheduler.*",
                 f"{mesh}.roll_call", replies,
             ),
-            (f"{mesh}.submit.*.*", f"{mesh}.cancel.*", f"{mesh}.result.*", f"{mesh}.beat.*.*", f"{mesh}.roll_call"),
+            (
+                f"{mesh}.submit.*.*", f"{mesh}.cancel.*", f"{mesh}.result.*", f"{mesh}.beat.*.*", f"{mesh}.roll_call",
+                f"{mesh}.answered",
+            ),
         ),
         "worker": Permissions(
             (f"{mesh}.result.*", f"{mesh}.tokens.*", f"{mesh}.beat.worker.*"),

@@ -143,7 +143,8 @@ def test_the_gateway_and_a_slow_client_are_part_of_it() -> None:
         "r", "chatcmpl-1", "x", "chat", begin - 50, begin - 40, begin - 30, begin + 10, end + 900,
         blocked=[(end + 100, end + 800)],
     )  # fmt: skip
-    found = explain(one.report("r"), answer)
+    one.recorder.answered(answer)
+    found = explain(one.report("chatcmpl-1"))
     assert [interval.stage for interval in found][:3] == ["receive", "tokenise", "submit"]
     assert sum(interval.end_ns - interval.begin_ns for interval in found) == end + 900 - (begin - 50)
     assert ("stream", "the client reads slowly", 0.0007) in by_cause(found)
