@@ -15,6 +15,7 @@ from starlette.routing import Route
 from gateway.answering import AnswerApp, Gateway
 from gateway.endpoints import Chat, Completions, Generate
 from gateway.errors import ApiError, unavailable
+from gateway.openapi import document
 from gateway.text_routes import Detokenize, TextApp, Tokenize
 from shared.messages import Outcome
 
@@ -35,6 +36,10 @@ def make_app(gateway: Gateway) -> Starlette:
 
     async def version(request: Request) -> Response:
         return JSONResponse({"version": _version()})
+
+    async def openapi(request: Request) -> Response:
+        info = gateway.dispatch.mesh.model(gateway.model, time.monotonic())
+        return JSONResponse(document(gateway.config, info, _version(), gateway.keys.required))
 
     def card() -> dict[str, Any]:
         info = gateway.dispatch.mesh.model(gateway.model, time.monotonic())
@@ -68,6 +73,7 @@ def make_app(gateway: Gateway) -> Starlette:
             Route("/health", health, methods=["GET"]),
             Route("/ready", ready, methods=["GET"]),
             Route("/version", version, methods=["GET"]),
+            Route("/openapi.json", openapi, methods=["GET"]),
         ],
         exception_handlers={HTTPException: _http_error, Exception: _internal_error},
     )

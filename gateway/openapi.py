@@ -1,0 +1,131 @@
+"""The OpenAPI 3.1 document of every route, for ``GET /openapi.json``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gateway.chat_schemas import Schema
+from gateway.config import GatewayConfig
+from gateway.request_schemas import (
+    CHAT,
+    COMPLETIONS,
+    DETOKENIZE,
+    GENERATE,
+    TOKENIZE,
+    TOKENIZE_CHAT,
+    body_schema,
+    fields,
+)  # fmt: skip
+from gateway.response_schemas import SCHEMAS, ref
+from shared.messages import ModelInfo
+
+_ERRORS = {
+    400: "the body, a field, or a length is not acceptable",
+    401: "no API key, or none that is valid",
+    404: "another model",
+    405: "another method",
+    408: "the request did not come in time",
+    413: "the body is too large",
+    415: "the body is no JSON",
+    429: "too many requests, or the queue is full",
+    431: "the head is too large",
+    500: "an error of ours",
+    503: "no worker or scheduler, or an interruption",
+    504: "the answer could not be, or was not, complete in time",
+}
+_ALWAYS = (400, 401, 405, 408, 431, 500)  # any request may end so, before a route sees it
+_BODY = (*_ALWAYS, 404, 413, 415, 429, 503)
+_RETRY_LATER = {"Retry-After": {"schema": {"type": "integer", "minimum": 1}, "description": "seconds"}}
+_REQUEST_ID = {"X-Request-Id": {"schema": {"type": "string"}, "description": "the client's, or ours"}}
+
+# path -> (endpoint, summary, media type of a stream or none, schema of the answer)
+_POSTS = {
+    "/v1/completions": (COMPLETIONS, "Complete texts", "text/event-stream", "Completion"),
+    "/v1/chat/completions": (CHAT, "Answer a conversation", "text/event-stream", "ChatCompletion"),
+    "/generate": (GENERATE, "Complete a text (vLLM's plain server)", "application/x-ndjson", "Generated"),
+    "/tokenize": (TOKENIZE, "Token ids of a text or a conversation", "", "Tokens"),
+    "/detokenize": (DETOKENIZE, "Text of token ids", "", "Detokenized"),
+}
+# path -> (summary, schema of the answer, statuses beside 200 and those of every route)
+_GETS: dict[str, tuple[str, str, tuple[int, ...]]] = {
+    "/v1/models": ("The served model, in a list", "Models", ()),
+    "/v1/models/{name}": ("The served model", "Model", (404,)),
+    "/health": ("Whether the process serves HTTP", "Health", ()),
+    "/ready": ("Whether a completion can succeed", "Readiness", (503,)),
+    "/version": ("The version of the server", "Version", ()),
+    "/openapi.json": ("This document", "Document", ()),
+}
+
+
+def document(config: GatewayConfig, model: ModelInfo | None, version: str, keys_required: bool) -> dict[str, Any]:
+    """``model``: as the mesh describes it now, from which some limits come; None while no scheduler is heard."""
+    table = fields(config, model)
+    bodies = {f"{endpoint.capitalize()}Request": body_schema(endpoint, table) for endpoint, *_ in _POSTS.values()}
+    of_text, of_chat = (body_schema(form, table) for form in (TOKENIZE, TOKENIZE_CHAT))
+    bodies["TokenizeRequest"] = {"anyOf": [of_text, of_chat]}
+    paths: dict[str, Any] = {path: {"post": _post(*spec)} for path, spec in _POSTS.items()}
+    for path, (summary, schema, statuses) in _GETS.items():
+        paths[path] = {"get": _get(path, summary, schema, statuses)}
+    components: dict[str, Any] = {"schemas": SCHEMAS | bodies}
+    whole: dict[str, Any] = {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "Headrace",
+            "version": version,
+            "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
+        },
+        "servers": [{"url": "/"}],
+        "paths": paths,
+        "components": components,
+    }
+    if keys_required:
+        components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        whole["security"] = [{"key": []}]
+        paths["/health"]["get"]["security"] = []
+    return whole
+
+
+def _post(endpoint: str, summary: str, stream: str, answer: str) -> dict[str, Any]:
+    content: dict[str, Any] = {"application/json": {"schema": ref(answer)}}
+    if stream:
+        content[stream] = {"schema": {"type": "string"}}
+    statuses = (*_BODY, 504) if stream else _BODY
+    operation: dict[str, Any] = {
+        "operationId": endpoint,
+        "summary": summary,
+        "requestBody": {
+            "required": True,
+            "content": {"application/json": {"schema": ref(f"{endpoint.capitalize()}Request")}},
+        },
+        "responses": {"200": {"description": "the answer", "headers": _REQUEST_ID, "content": content}}
+        | _errors(statuses),
+    }
+    if stream:
+        seconds: Schema = {"type": "string", "pattern": "^[0-9]{1,9}([.][0-9]{1,9})?$"}
+        header = {"name": "X-Request-Timeout", "in": "header", "required": False, "schema": seconds}
+        operation["parameters"] = [header | {"description": "seconds until the answer must be complete"}]
+    return operation
+
+
+def _get(path: str, summary: str, answer: str, statuses: tuple[int, ...]) -> dict[str, Any]:
+    operation: dict[str, Any] = {
+        "operationId": path.strip("/").replace("/{name}", "_one").replace("/", "_").replace(".", "_"),
+        "summary": summary,
+        "responses": {"200": {"description": "the answer", "content": {"application/json": {"schema": ref(answer)}}}}
+        | _errors((*_ALWAYS, *statuses)),
+    }
+    if "{name}" in path:
+        operation["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]
+    return operation
+
+
+def _errors(statuses: tuple[int, ...]) -> dict[str, Any]:
+    responses: dict[str, Any] = {}
+    for status in sorted(statuses):
+        responses[str(status)] = {
+            "description": _ERRORS[status],
+            "content": {"application/json": {"schema": ref("Error")}},
+        }
+        if status in (429, 503):
+            responses[str(status)]["headers"] = _RETRY_LATER
+    return responses
