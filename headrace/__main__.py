@@ -16,6 +16,7 @@ COMMANDS = {
     "gateway": "run one gateway (HTTP API)",
     "scheduler": "run one scheduler",
     "worker": "run one worker (a model on a GPU or CPU)",
+    "explain": "why a request took its time: a waterfall with causes",
     "bench": "measure throughput and latency, and compare scheduling policies",
     "simulate": "run the scheduler in virtual time on modelled hardware; `simulate figures` checks claims",
     "capacity": "how many sequences a model and a GPU hold: weights, KV cache, pages",
@@ -78,6 +79,10 @@ def _dispatch(command: str) -> Callable[[Sequence[str]], int]:
         from headrace.simulate.main import main as simulate
 
         return simulate
+    if command == "explain":
+        from headrace.explain import main as explain
+
+        return explain
     if command == "capacity":
         from headrace.capacity import main as capacity
 

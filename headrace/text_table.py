@@ -12,7 +12,12 @@ def figures_table(columns: Sequence[Column], runs: Sequence[object]) -> str:
     """One line of headings and one line a run; the widest cell of a column decides its width."""
     rows = [[heading for heading, _, _ in columns]]
     rows += [[form.format(getattr(run, name)) for _, name, form in columns] for run in runs]
-    widths = [max(len(row[index]) for row in rows) for index in range(len(columns))]
+    return table(rows)
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of cells, the headings first, as aligned lines."""
+    widths = [max(len(row[index]) for row in rows) for index in range(len(rows[0]))]
     return "\n".join(
         "  ".join(
             cell.ljust(width) if index == 0 else cell.rjust(width)

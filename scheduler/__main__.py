@@ -10,11 +10,12 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
+from observability.listener import InternalListener
 from observability.logs import setup_logging
-from observability.metrics import MetricsListener
 from observability.tracing import Tracing
 from scheduler.config import SchedulerConfig
 from scheduler.metrics import SchedulerMetrics
+from scheduler.pages import add_pages
 from scheduler.recording import TraceWriter
 from scheduler.service import SchedulerService
 from shared.bus import BusUnavailable, NatsBus
@@ -34,7 +35,7 @@ async def serve(config: SchedulerConfig, stop: asyncio.Event) -> None:
     registry = CollectorRegistry()
     metrics = SchedulerMetrics(registry)
     try:
-        listener = MetricsListener(registry, config.metrics_host, config.metrics_port)
+        listener = InternalListener(registry, config.metrics_host, config.metrics_port)
     except OSError as error:
         raise StartupError(f"metrics port {config.metrics_port}: {error.strerror}") from None
     try:
@@ -48,7 +49,9 @@ async def serve(config: SchedulerConfig, stop: asyncio.Event) -> None:
         bus = await NatsBus.join(config, "scheduler", name)
     except BusUnavailable as error:
         raise StartupError(str(error)) from None
-    await SchedulerService(config, name, step_bus, bus, metrics, tracing, trace).run(stop)
+    service = SchedulerService(config, name, step_bus, bus, metrics, tracing, trace)
+    add_pages(listener, service)
+    await service.run(stop)
     if trace is not None:
         await asyncio.to_thread(trace.close)
     await step_bus.close()

@@ -19,6 +19,7 @@ from scheduler.recorder import FlightRecorder, Queue
 from scheduler.recording import RecordingCore, TraceWriter
 from scheduler.reporting import Reporter
 from shared.bus import Bus
+from shared.flight_record import Report
 from shared.lifecycle import ServiceFault
 from shared.messages import (
     MAX_EPOCH,
@@ -95,7 +96,7 @@ class SchedulerService:
         self._draining = False
         self._unix_offset_ns = time.time_ns() - time.monotonic_ns()
         self._report = Reporter(self._core, self._subjects, self._out.post, metrics, tracing, self._unix_offset_ns)
-        self._recorder = FlightRecorder(config.recorded_requests, config.recorded_steps)
+        self.recorder = FlightRecorder(config.recorded_requests, config.recorded_steps)
         self._plans = PlanSender(
             self._core, config.run_ahead, self._subjects, self._step_out.post, metrics, self._planned
         )
@@ -150,14 +151,14 @@ class SchedulerService:
         await self._out.drain()
 
     def _carry_out(self, events: Sequence[CoreEvent]) -> None:
-        self._recorder.told(events)
+        self.recorder.told(events)
         self._report.carry_out(events)
 
     def _planned(self, plan: StepPlan | None, events: Sequence[CoreEvent], now: int) -> None:
         """The core was asked for a plan."""
         if plan is not None:
             lack = self._core.workers[plan.worker].lack
-            self._recorder.planned(plan, events, Queue(self._core.num_waiting, *lack), now)
+            self.recorder.planned(plan, events, Queue(self._core.num_waiting, *lack), now)
         self._carry_out(events)
 
     # --- in ---------------------------------------------------------------------------------------------------------
@@ -176,7 +177,7 @@ class SchedulerService:
             reply = self._core.submit(message, now)
             if reply.outcome is Outcome.ACCEPTED:
                 sequences = self._core.sequences_of(message.request_id)
-                self._recorder.submitted(message, sequences, reply.queue_position, now)
+                self.recorder.submitted(message, sequences, reply.queue_position, now)
         self._gateways.setdefault(message.gateway, time.monotonic())
         if reply_to:
             self._out.post(reply_to, encode(reply))
@@ -212,7 +213,7 @@ class SchedulerService:
         now = time.monotonic_ns()
         try:
             self._carry_out(self._core.apply(message, now))
-            self._recorder.settled(message, now)
+            self.recorder.settled(message, now)
         except ResultGap as gap:
             self._plans.resend(gap.worker, gap.step)
             return
@@ -225,10 +226,15 @@ class SchedulerService:
             self._plans.pump_all()
         self._tell_if_full()
 
+    def report(self, request_id: str) -> Report:
+        """What is remembered of a request."""
+        now = time.monotonic_ns()
+        return self.recorder.report(self._name, self._core.epoch, self._unix_offset_ns, request_id, now)
+
     def _on_answered(self, payload: bytes, _: str) -> None:
         message = self._decode(payload)
         if isinstance(message, Answered):
-            self._recorder.answered(message.answer)
+            self.recorder.answered(message.answer)
 
     def _on_beat(self, payload: bytes, _: str) -> None:
         message = self._decode(payload)
@@ -372,7 +378,7 @@ class SchedulerService:
             state = self._core.workers[worker]
             self._next_steps[worker] = (state.incarnation, state.next_step)
         self._plans.forget(worker)
-        self._recorder.worker_lost(worker)
+        self.recorder.worker_lost(worker)
         self._carry_out(self._core.worker_lost(worker, reason, time.monotonic_ns()))
         self._beat()
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
+from observability.listener import InternalListener
 from observability.logs import setup_logging
-from observability.metrics import MetricsListener
 from observability.tracing import Tracing
 from shared.bus import BusUnavailable, NatsBus
 from shared.config import parse_service
@@ -80,7 +80,7 @@ async def serve(config: WorkerConfig, stop: asyncio.Event) -> None:
     registry = CollectorRegistry()
     metrics = WorkerMetrics(registry)
     try:
-        listener = MetricsListener(registry, config.metrics_host, config.metrics_port)
+        listener = InternalListener(registry, config.metrics_host, config.metrics_port)
     except OSError as error:
         raise StartupError(f"metrics port {config.metrics_port}: {error.strerror}") from None
     log.info("metrics on http://%s:%d/metrics", config.metrics_host, listener.port)

@@ -1,0 +1,103 @@
+"""The internal listener of a service: metrics, and pages for those who run the mesh. A port of its own, on loopback
+unless told otherwise, so that API keys and clients never meet it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import TypeVar
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import choose_encoder
+
+log = logging.getLogger("headrace.listener")
+
+T = TypeVar("T")
+
+ANSWER_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    body: bytes
+    media_type: str = "text/html; charset=utf-8"
+    status: int = 200
+
+
+Handler = Callable[[str, Mapping[str, str]], Page]
+"""Given what follows the route's prefix, and the query. Runs on a thread of its own (see :func:`on_loop`)."""
+
+
+def on_loop(loop: asyncio.AbstractEventLoop, function: Callable[[], T]) -> T:
+    """Call ``function`` on the event loop from another thread, and wait: what a service owns is touched there only."""
+
+    async def call() -> T:
+        return function()
+
+    return asyncio.run_coroutine_threadsafe(call(), loop).result(ANSWER_TIMEOUT_S)
+
+
+class InternalListener:
+    """Serves ``/metrics`` of one registry, and what is added to it. Port 0 takes a free one."""
+
+    def __init__(self, registry: CollectorRegistry, host: str, port: int) -> None:
+        """Raises OSError if the port cannot be had."""
+        self._routes: list[tuple[str, Handler]] = []
+        self._registry = registry
+        listener = self
+
+        class Answer(BaseHTTPRequestHandler):
+            timeout = 30.0
+
+            def do_GET(self) -> None:
+                listener._answer(self)
+
+            def log_message(self, format: str, *args: object) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer((host, port), Answer)
+        self._server.daemon_threads = True
+        self.port: int = self._server.server_port
+        self._thread = threading.Thread(target=self._server.serve_forever, name="internal-listener", daemon=True)
+        self._thread.start()
+
+    def add(self, prefix: str, handler: Handler) -> None:
+        """Serve ``prefix`` and what is below it. The longest prefix wins."""
+        self._routes = sorted([*self._routes, (prefix, handler)], key=lambda item: -len(item[0]))
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(timeout=5)
+
+    def _answer(self, request: BaseHTTPRequestHandler) -> None:
+        url = urlsplit(request.path)
+        if url.path in ("/metrics", "/metrics/"):
+            encode, media_type = choose_encoder(request.headers.get("Accept", ""))
+            page = Page(encode(self._registry), media_type)
+        else:
+            page = self._routed(unquote(url.path), dict(parse_qsl(url.query)))
+        request.send_response(page.status)
+        request.send_header("Content-Type", page.media_type)
+        request.send_header("Content-Length", str(len(page.body)))
+        request.send_header("Cache-Control", "no-store")
+        request.send_header("X-Content-Type-Options", "nosniff")
+        request.end_headers()
+        request.wfile.write(page.body)
+
+    def _routed(self, path: str, query: Mapping[str, str]) -> Page:
+        for prefix, handler in self._routes:
+            if path == prefix or path.startswith(prefix.rstrip("/") + "/"):
+                try:
+                    return handler(path[len(prefix) :].strip("/"), query)
+                except TimeoutError:
+                    return Page(b"the service is busy\n", "text/plain", 503)
+                except Exception:
+                    log.exception("no answer for %s", prefix)
+                    return Page(b"internal error\n", "text/plain", 500)
+        return Page(b"nothing here\n", "text/plain", 404)
