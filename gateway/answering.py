@@ -50,12 +50,13 @@ class Gateway:
     tokenizer: PromptTokenizer
     tracing: Tracing
     metrics: GatewayMetrics
-    keys: Keyring = field(default_factory=Keyring)
+    keys: Keyring = field(init=False)  # those that the configuration names
     draining: bool = False
     in_flight: int = 0
     idle: asyncio.Event = field(default_factory=asyncio.Event)  # set whenever nothing is in flight
 
     def __post_init__(self) -> None:
+        self.keys = Keyring(self.config.api_keys, self.config.api_key)
         self.idle.set()
         self.metrics.ready.set_function(lambda: float(self.why_not_ready() is None))
 

@@ -25,7 +25,7 @@ from gateway.http_protocol import HttpLimits, http_protocol
 from gateway.keys import Keyring, KeysError
 from gateway.metrics import GatewayMetrics
 from gateway.tokenizer import PromptTokenizer
-from observability.metrics import MetricsListener
+from observability.listener import InternalListener
 from observability.tracing import Tracing
 from shared.bus import Bus, BusUnavailable, NatsBus
 from shared.ids import new_process_id
@@ -64,9 +64,9 @@ def listen(host: str, port: int) -> socket.socket:
     return bound
 
 
-def listen_metrics(metrics: GatewayMetrics, host: str, port: int) -> MetricsListener:
+def listen_metrics(metrics: GatewayMetrics, host: str, port: int) -> InternalListener:
     try:
-        return MetricsListener(metrics.registry, host, port)
+        return InternalListener(metrics.registry, host, port)
     except OSError as error:
         raise _port_error(host, port, error) from None
 
@@ -157,7 +157,7 @@ async def serve(config: GatewayConfig, stop: asyncio.Event) -> None:
     """The gateway process, from its configuration to its end."""
     check_tls(config)
     try:
-        keys = Keyring(config.api_keys, config.api_key)
+        Keyring(config.api_keys, config.api_key)  # before anything is loaded
     except KeysError as error:
         raise StartupError(str(error)) from None
     listener = listen(config.host, config.port)
@@ -178,7 +178,7 @@ async def serve(config: GatewayConfig, stop: asyncio.Event) -> None:
             raise StartupError(str(error)) from None
         try:
             dispatch = Dispatch(config, bus, gateway_id, metrics, lambda: bus.reconnects + bus.slow_consumer_drops)
-            gateway = Gateway(config, dispatch, tokenizer, tracing, metrics, keys)
+            gateway = Gateway(config, dispatch, tokenizer, tracing, metrics)
             port = listener.getsockname()[1]
             log.info(
                 "%s serves %s on %s://%s:%d, metrics on http://%s:%d/metrics",
