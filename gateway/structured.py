@@ -23,11 +23,13 @@ MAX_SCHEMA_DEPTH = 64
 MAX_SCHEMA_PROPERTIES = 1000
 MAX_ENUM_VALUES = 1000  # OpenAI's limit
 MAX_REGEX_CHARS = 4096
+MAX_REGEX_SIZE = 20_000  # characters and classes, with repeats written out
 MAX_GBNF_CHARS = 16 << 10
 MAX_REPEATS = 10_000  # in x{n} of a regular expression, a schema's pattern or a grammar
 
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _REPEATS = re.compile(r"\\.|\{\s*(\d+)\s*(?:,\s*(\d*)\s*)?\}", re.DOTALL)
+_PART = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|\{\s*(\d+)\s*(?:,\s*(\d*)\s*)?\}|.", re.DOTALL)
 _GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
 # Of vLLM's structured_outputs: switches of other engines, with the value that asks for nothing.
 _NEUTRAL = {
@@ -149,11 +151,10 @@ def _constraint(kind: str, value: Any, where: str) -> str:
         return _encoded(Grammar("choice", list(dict.fromkeys(value))), where)
     if not isinstance(value, str) or not value.strip():
         raise invalid(f"'{where}' must be a string that is not empty", where)
-    if kind == "regex" and len(value) > MAX_REGEX_CHARS:
-        raise invalid(f"'{where}' must have at most {MAX_REGEX_CHARS} characters", where)
-    _check_repeats(value, where)
     if kind == "regex":
+        _check_regex(value, where)
         return _encoded(Grammar("regex", value), where)
+    _check_repeats(value, where)
     return _encoded(Grammar("lark", _lark(value, where)), where)
 
 
@@ -196,9 +197,7 @@ def check_schema(schema: dict[str, Any], where: str) -> None:
                 if isinstance(values := node.get("enum"), list) and len(values) > MAX_ENUM_VALUES:
                     raise invalid(f"'{where}' has an enum of {len(values)} values; {MAX_ENUM_VALUES} are taken", where)
                 if isinstance(pattern := node.get("pattern"), str):
-                    if len(pattern) > MAX_REGEX_CHARS:
-                        raise invalid(f"'{where}' has a pattern of more than {MAX_REGEX_CHARS} characters", where)
-                    _check_repeats(pattern, where)
+                    _check_regex(pattern, where)
                 below += node.values()
             elif isinstance(node, list):
                 below += node
@@ -208,6 +207,32 @@ def check_schema(schema: dict[str, Any], where: str) -> None:
             return
         level = below
     raise invalid(f"'{where}' is nested more than {MAX_SCHEMA_DEPTH} deep", where)
+
+
+def _check_regex(pattern: str, where: str) -> None:
+    """Refuse a regular expression that is long, or would be with its repeats, those in one another too, written out."""
+    if len(pattern) > MAX_REGEX_CHARS:
+        raise invalid(f"'{where}' has a regular expression of more than {MAX_REGEX_CHARS} characters", where)
+    _check_repeats(pattern, where)
+    size = last = 0  # of what is open now, and of the part before
+    outer: list[int] = []
+    for found in _PART.finditer(pattern):
+        part = found.group()
+        if part == "(":
+            outer.append(size)
+            size = 0
+        elif part == ")" and outer:
+            last = size
+            size += outer.pop()
+        elif found.group(1):
+            times = max(int(count or 0) for count in found.groups())
+            size += last * (times - 1) if times else 0
+            last *= max(times, 1)
+        else:
+            last = 1
+            size += 1
+        if size > MAX_REGEX_SIZE:
+            raise invalid(f"'{where}' has repeats that come to more than {MAX_REGEX_SIZE} parts", where)
 
 
 def _check_repeats(pattern: str, where: str) -> None:
