@@ -14,11 +14,12 @@ address. A server may ignore that (RFC 9110, 7.8), but the parser takes the body
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from dataclasses import dataclass
 from typing import Any
 
 import httptools
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from gateway.errors import ApiError, unavailable
@@ -26,6 +27,7 @@ from gateway.errors import ApiError, unavailable
 MAX_HEAD_BYTES = 64 * 1024
 MAX_HEADERS = 128
 HEAD_TIMEOUT_S = 30.0
+KEEP_ALIVE_S = 75.0  # between two requests of a connection
 MAX_PIPELINED = 16  # requests behind the one being answered; with more, reading pauses
 MAX_DRAIN_BYTES = 32 << 20  # of a body that nobody wants any more
 DRAIN_TIMEOUT_S = 5.0
@@ -52,6 +54,18 @@ def http_protocol(limits: HttpLimits) -> type[GatewayHttpProtocol]:
     return type("LimitedHttpProtocol", (GatewayHttpProtocol,), {"limits": limits})
 
 
+class _Flow(FlowControl):
+    """Does not read on while many requests wait: uvicorn reads on behind each answer, and piles up what it reads."""
+
+    def __init__(self, transport: asyncio.Transport, pipeline: Sized) -> None:
+        super().__init__(transport)
+        self._pipeline = pipeline
+
+    def resume_reading(self) -> None:
+        if len(self._pipeline) <= MAX_PIPELINED:
+            super().resume_reading()
+
+
 class _Answers:
     """What a request's cycle sees of the transport. Closing is the protocol's: it knows what is still to be read."""
 
@@ -68,6 +82,7 @@ class GatewayHttpProtocol(HttpToolsProtocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.timeout_keep_alive = KEEP_ALIVE_S  # type: ignore[assignment]  # uvicorn's is in whole seconds
         self._head_bytes = 0  # of the request whose head is being read
         self._in_head = False  # between a request's first byte, or the wait for it, and the end of its head
         self._head_timer: asyncio.TimerHandle | None = None
@@ -86,6 +101,7 @@ class GatewayHttpProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.flow = _Flow(transport, self.pipeline)
         self._answers = _Answers(transport, self._close)
         self._await_head()
         over = len(self.connections) - self.limits.max_connections
@@ -180,8 +196,7 @@ class GatewayHttpProtocol(HttpToolsProtocol):
             return
         self._upgrade_offered = self.parser.should_upgrade()
         super().on_headers_complete()
-        if len(self.pipeline) <= MAX_PIPELINED:
-            self.flow.resume_reading()  # uvicorn pauses at the first one, and would not notice that the client leaves
+        self.flow.resume_reading()  # uvicorn pauses behind the first one, and would not notice that the client leaves
 
     def on_body(self, body: bytes) -> None:
         if not self._closing:

@@ -94,7 +94,6 @@ async def run_gateway(gateway: Gateway, listener: socket.socket, stop: asyncio.E
             log_config=None,
             access_log=False,
             server_header=False,
-            timeout_keep_alive=75,
             timeout_graceful_shutdown=LAST_WORDS_S,
             ssl_certfile=config.tls_cert or None,
             ssl_keyfile=config.tls_key or None,

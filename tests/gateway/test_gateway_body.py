@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
+import msgspec
 import pytest
 
-from gateway.body import ClientGone, parse_json, read_body
+from gateway.body import MAX_NESTING, MAX_PARTS, ClientGone, parse_json, read_body
 from gateway.errors import ApiError
 
 
@@ -25,6 +27,42 @@ def test_what_is_no_object_is_a_400_with_a_strict_body(body: bytes) -> None:
         parse_json(body)
     assert caught.value.status == 400
     assert parse_json(caught.value.body())["error"]["type"] == "invalid_request_error"
+
+
+def nested(levels: int) -> bytes:
+    """An object with ``levels`` - 1 arrays within one another."""
+    return b'{"a":' + b"[" * (levels - 1) + b"]" * (levels - 1) + b"}"
+
+
+def test_nesting_has_a_limit_far_from_the_interpreter_s() -> None:
+    parse_json(nested(MAX_NESTING))
+    for levels in (MAX_NESTING + 1, 500, 40_000):
+        with pytest.raises(ApiError, match="nested too deeply"):
+            parse_json(nested(levels))
+    parse_json(b'{"a":[' + b"[1]," * 1000 + b'[1]],"b":"' + b"[" * 1000 + b'"}')  # many, not deep
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"a":[' + b"[]," * MAX_PARTS + b"[]]}",
+        b'{"a":[' + b"{}," * MAX_PARTS + b"{}]}",
+        b"{" + b",".join(b'"%d":0' % key for key in range(MAX_PARTS + 1)) + b"}",
+        b"[" * (MAX_PARTS + 1) + b'"' + b'\\"[' * 1_000_000,  # a string without end: no quadratic search for it
+    ],
+    ids=["lists", "objects", "keys", "no end"],
+)
+def test_a_body_of_too_many_parts_is_refused_unparsed(body: bytes) -> None:
+    began = time.process_time()
+    with pytest.raises(ApiError, match=f"more than {MAX_PARTS}"):
+        parse_json(body)
+    assert time.process_time() - began < 2  # quadratic work would take hours
+
+
+def test_brackets_within_texts_do_not_count() -> None:
+    text = '[{:\\"' * (MAX_PARTS + 1)
+    body = msgspec.json.encode({"a": text, "b": [text]})
+    assert parse_json(body) == {"a": text, "b": [text]}
 
 
 def test_paired_surrogates_and_nul_are_text() -> None:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from gateway_mesh import RunningGateway, running_gateway
+from raw_http import BODY, answer, post
 
 from gateway import http_protocol
-
-BODY = json.dumps({"model": "tiny", "prompt": "hello", "max_tokens": 3}).encode()
 
 
 @pytest.fixture
@@ -20,27 +18,6 @@ def connection(gw: RunningGateway) -> Iterator[socket.socket]:
     host, port = gw.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=30) as opened:
         yield opened
-
-
-def answer(connection: socket.socket) -> tuple[int, dict[str, object]]:
-    """One response with a content-length: (status, JSON body)."""
-    data = b""
-    while b"\r\n\r\n" not in data:
-        part = connection.recv(65536)
-        assert part, f"closed after {data!r}"
-        data += part
-    head, body = data.split(b"\r\n\r\n", 1)
-    length = next(
-        int(line.split(b":")[1]) for line in head.lower().split(b"\r\n") if line.startswith(b"content-length")
-    )
-    while len(body) < length:
-        body += connection.recv(65536)
-    return int(head.split()[1]), json.loads(body)
-
-
-def post(body: bytes, *headers: bytes) -> bytes:
-    lines = [b"POST /v1/completions HTTP/1.1", b"Host: x", b"Content-Length: %d" % len(body), *headers, b"", b""]
-    return b"\r\n".join(lines) + body
 
 
 @pytest.mark.parametrize("upgrade", [b"h2c", b"websocket"])
@@ -53,7 +30,7 @@ def test_an_offer_to_upgrade_is_ignored_and_the_body_read(connection: socket.soc
             connection.sendall(request[split:])
         status, reply = answer(connection)
         assert status == 200, reply
-        assert reply["usage"]["completion_tokens"] == 3  # type: ignore[index]
+        assert reply["usage"]["completion_tokens"] == 3
     connection.sendall(post(BODY))  # and the connection goes on as usual
     assert answer(connection)[0] == 200
 
@@ -66,7 +43,7 @@ def test_a_head_without_end_is_refused_before_it_fills_the_memory(connection: so
     except OSError:
         pass  # it closed on us, as it should
     status, reply = answer(connection)
-    assert status == 431 and "bytes" in reply["error"]["message"]  # type: ignore[index]
+    assert status == 431 and "bytes" in reply["error"]["message"]
 
 
 def test_a_head_that_does_not_come_is_given_up(gw: RunningGateway, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,7 +58,7 @@ def test_a_head_that_does_not_come_is_given_up(gw: RunningGateway, monkeypatch: 
 def test_what_is_no_http_gets_an_openai_error(connection: socket.socket) -> None:
     connection.sendall(b"\x16\x03\x01 hello\r\n\r\n")
     status, reply = answer(connection)
-    assert status == 400 and reply["error"]["type"] == "invalid_request_error"  # type: ignore[index]
+    assert status == 400 and reply["error"]["type"] == "invalid_request_error"
 
 
 def test_a_body_that_dawdles_gets_408(tokenizer_folder: Path) -> None:
@@ -94,4 +71,4 @@ def slow_answer(host: str, port: int) -> None:
     with socket.create_connection((host, int(port)), timeout=30) as slow:
         slow.sendall(post(BODY)[:-3])
         status, reply = answer(slow)
-    assert status == 408 and reply["error"]["code"] == "body_timeout"  # type: ignore[index]
+    assert status == 408 and reply["error"]["code"] == "body_timeout"
