@@ -175,4 +175,6 @@ def _any_allowed(mask: bytes, draw: random.Random) -> int:
 
 
 def _one_line(text: str) -> str:
+    if text.startswith("NoExtension"):  # the engine's name for it
+        return "nothing can match it"
     return " ".join(text.replace("<non-verbose/>", "").split())[:_MAX_REASON_CHARS]
