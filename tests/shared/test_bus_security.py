@@ -28,6 +28,7 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
     S.step("w"): ({"scheduler"}, {"worker"}),
     S.result(1): ({"worker"}, {"scheduler"}),
     S.tokens("g"): ({"scheduler", "worker"}, {"gateway"}),
+    S.answered: ({"gateway"}, {"scheduler"}),
     S.event("g"): ({"scheduler"}, {"gateway"}),
     S.beat("gateway", "g"): ({"gateway"}, {"scheduler"}),
     S.beat("scheduler", "s"): ({"scheduler"}, {"gateway", "scheduler"}),
