@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from shared.messages import EndReason, Sampling, SlotStart, StepPlan, TokenEntry, TokenLogprob, unpack_tokens
 from worker.token_counts import TokenCounts
@@ -21,6 +22,10 @@ SCRATCH_PAGE = 0
 
 class PlanError(ValueError):
     """A plan that does not fit the batch (unknown slot, missing page...): the ledgers disagree, and a reset follows."""
+
+
+Bias = tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]
+"""Distinct token ids, and what is added to each one's logit."""
 
 
 class Guide(Protocol):
@@ -54,6 +59,7 @@ class Slot:
     first_token_ns: int = 0
     counts: TokenCounts | None = None  # where penalties look at them; the sampler's
     guide: Guide | None = None  # where Sampling.grammar asks; the sampler's
+    bias: Bias | None = None  # where Sampling.logit_bias asks; the sampler's
 
     @property
     def generated(self) -> int:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from shared.messages import TokenLogprob
+from worker.noise import BLOCK
 
 FLOOR = -9999.0
 """Stands for minus infinity and for what is no number: every JSON parser can read it (OpenAI's convention)."""
@@ -30,14 +31,14 @@ def describe(log_probs: torch.Tensor, tokens: Sequence[int], tops: Sequence[int]
     """
     vocabulary = log_probs.shape[1]
     chosen = log_probs.gather(1, torch.tensor(tokens, device=log_probs.device)[:, None])
-    ranks: list[int] = (log_probs > chosen).sum(dim=-1).add_(1).tolist()
+    ranks: list[int] = torch.count_nonzero(log_probs > chosen, dim=-1).add_(1).tolist()
     values: list[float] = _finite(chosen[:, 0])
     most = min(max(tops), vocabulary)
     if not most:
         return [TokenLogprob(value, rank) for value, rank in zip(values, ranks, strict=True)]
-    best = torch.topk(log_probs, most, dim=-1)
+    best_values, best_ids = _best(log_probs, most)
     described = []
-    rows = zip(values, ranks, _finite(best.values), best.indices.tolist(), tops, strict=True)
+    rows = zip(values, ranks, _finite(best_values), best_ids.tolist(), tops, strict=True)
     for value, rank, top_values, top_ids, top in rows:
         ranked = sorted(zip(top_values, top_ids, strict=True), key=lambda pair: (-pair[0], pair[1]))[:top]
         described.append(
@@ -53,6 +54,22 @@ def describe_prompt(logits: torch.Tensor, tokens: Sequence[int], top: int) -> li
         part = tokens[first : first + MAX_ROWS]
         described += describe(log_probabilities(logits[first : first + MAX_ROWS]), part, [top] * len(part))
     return described
+
+
+def _best(log_probs: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values and ids of the ``count`` largest of each row: they lie in the blocks with the ``count`` largest maxima."""
+    vocabulary = log_probs.shape[1]
+    width = vocabulary // BLOCK * BLOCK
+    if width <= 4 * count * BLOCK:
+        best = torch.topk(log_probs, count, dim=-1)
+        return best.values, best.indices
+    maxima = log_probs[:, :width].view(len(log_probs), -1, BLOCK).amax(dim=-1)
+    blocks = torch.topk(maxima, count, dim=-1).indices
+    within = torch.arange(BLOCK, device=log_probs.device)
+    tail = torch.arange(width, vocabulary, device=log_probs.device).expand(len(log_probs), -1)
+    ids = torch.cat([(blocks[:, :, None] * BLOCK + within).flatten(1), tail], dim=1)
+    best = torch.topk(log_probs.gather(1, ids), count, dim=-1)
+    return best.values, ids.gather(1, best.indices)
 
 
 def _finite(values: torch.Tensor) -> list:  # type: ignore[type-arg]  # nested as the tensor is

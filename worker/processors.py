@@ -24,7 +24,16 @@ import numpy.typing as npt
 import torch
 
 from shared.messages import Sampling
+from worker.batch import Bias
 from worker.token_counts import TokenCounts
+
+
+def bias_of(sampling: Sampling, vocabulary: int) -> Bias | None:
+    """Its logit_bias; ids that the model does not have are left out."""
+    bias = {token: value for token, value in sampling.logit_bias if 0 <= token < vocabulary}
+    if not bias:
+        return None
+    return np.fromiter(bias, dtype=np.int64, count=len(bias)), np.fromiter(bias.values(), dtype=np.float64)
 
 
 def asks_for_counts(sampling: Sampling) -> bool:
@@ -40,6 +49,7 @@ class Shape:
     banned: Sequence[int] = ()  # ids that may not come now (end tokens before min_tokens)
     counts: TokenCounts | None = None  # up to date; where asks_for_counts
     allowed: npt.NDArray[np.uint8] | None = None  # the grammar's mask: a bit per token, lowest bit first
+    bias: Bias | None = None
 
 
 def process(logits: torch.Tensor, shapes: Mapping[int, Shape]) -> torch.Tensor:
@@ -55,11 +65,11 @@ def process(logits: torch.Tensor, shapes: Mapping[int, Shape]) -> torch.Tensor:
     banned = [(number, shape.banned) for number, shape in asking if shape.banned]
     if banned:
         logits[_places(logits, banned)] = float("-inf")
-    biased = [(number, _bias(shape.sampling, logits.shape[1])) for number, shape in asking if shape.sampling.logit_bias]
+    biased = [(number, shape.bias) for number, shape in asking if shape.bias is not None]
     if biased:
-        places = _places(logits, [(number, list(bias)) for number, bias in biased])
-        added = [value for _, bias in biased for value in bias.values()]
-        logits[places] += torch.tensor(added, dtype=torch.float64).to(logits.device, logits.dtype)
+        added = torch.from_numpy(np.concatenate([values for _, (_, values) in biased]))
+        places = _places(logits, [(number, ids) for number, (ids, _) in biased])
+        logits[places] += added.to(logits.device, logits.dtype)
     counted = [(number, shape.sampling, shape.counts) for number, shape in asking if shape.counts is not None]
     if counted:
         _penalise(logits, counted)
@@ -93,10 +103,6 @@ def _mask(logits: torch.Tensor, masked: Sequence[tuple[int, npt.NDArray[np.uint8
     allowed = unpack_bits(np.stack([bits for _, bits in masked]), logits.shape[1], logits.device)
     for place, (number, _) in enumerate(masked):
         logits[number].masked_fill_(~allowed[place], float("-inf"))
-
-
-def _bias(sampling: Sampling, vocabulary: int) -> dict[int, float]:
-    return {token: value for token, value in sampling.logit_bias if 0 <= token < vocabulary}
 
 
 def _places(

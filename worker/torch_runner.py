@@ -29,7 +29,7 @@ from worker.kv_cache import KVCache, PoolSize, budget_bytes, bytes_per_token, po
 from worker.linear import MIN_ROWS
 from worker.logprobs import describe, describe_prompt, log_probabilities
 from worker.model import LoadedModel, load_model
-from worker.processors import Shape, asks_for_counts
+from worker.processors import Shape, asks_for_counts, bias_of
 from worker.sampling import SampleRow, sample
 from worker.self_check import rows_keep_their_bits
 from worker.token_counts import TokenCounts
@@ -149,7 +149,7 @@ class TorchRunner:
         # What speaks of the model is taken before the sampler changes the logits.
         asking = [index for index, slot in enumerate(slots) if slot.sampling.logprobs >= 0]
         if asking:
-            log_probs = log_probabilities(logits[asking])
+            log_probs = log_probabilities(logits if len(asking) == len(slots) else logits[asking])
         scores = self._scores(logits, slots, sampled)
         wanted = [
             SampleRow(slot.sampling, slot.prompt_index, slot.choice, position, self._shape(slot, index, sampled))
@@ -194,9 +194,11 @@ class TorchRunner:
             if slot.counts is None:
                 slot.counts = TokenCounts(slot.prompt_len, with_prompt=sampling.repetition_penalty != 1)
             slot.counts.follow(slot.tokens)
-        elif allowed is None and not banned and not sampling.logit_bias:
+        if sampling.logit_bias and slot.bias is None:
+            slot.bias = bias_of(sampling, self.model.vocab_size)
+        if slot.counts is None and slot.bias is None and allowed is None and not banned:
             return None
-        return Shape(sampling, banned, slot.counts, allowed)
+        return Shape(sampling, banned, slot.counts, allowed, slot.bias)
 
     def _begin_guides(self, step: Step) -> None:
         """Have the grammars of sequences that have just joined compiled beside the forward pass."""

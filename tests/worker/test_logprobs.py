@@ -134,6 +134,16 @@ def test_ties_come_in_the_order_of_their_ids_and_share_a_rank() -> None:
     assert one.top_ids == list(range(6)) and one.rank == 1
 
 
+@pytest.mark.parametrize("vocabulary", [7, 640, 12_800, 12_801])
+def test_the_best_are_found_in_any_vocabulary(vocabulary: int) -> None:
+    log_probs = log_probabilities(torch.randn(4, vocabulary, generator=torch.Generator().manual_seed(2)))
+    log_probs[0, -1] = 1.0
+    wanted = torch.topk(log_probs, 6)
+    got = describe(log_probs, [0] * 4, [6] * 4)
+    assert [one.top_ids for one in got] == wanted.indices.tolist()
+    assert [one.top_log_probs for one in got] == wanted.values.tolist()
+
+
 def test_bits_do_not_depend_on_the_rows_beside() -> None:
     logits = torch.randn(9, 5000, generator=torch.Generator().manual_seed(1))
     together = describe(log_probabilities(logits), list(range(9)), [5] * 9)

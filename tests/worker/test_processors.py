@@ -9,7 +9,7 @@ import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from shared.messages import Sampling
-from worker.processors import Shape, process
+from worker.processors import Shape, bias_of, process
 from worker.sampling import SampleRow, sample
 from worker.token_counts import TokenCounts
 
@@ -24,7 +24,7 @@ def shape_of(tokens: list[int], prompt_len: int, **how: object) -> Shape:
     sampling = Sampling(0, 16, **how)  # type: ignore[arg-type]
     counts = TokenCounts(prompt_len, with_prompt=sampling.repetition_penalty != 1)
     counts.follow(tokens)
-    return Shape(sampling, counts=counts)
+    return Shape(sampling, counts=counts, bias=bias_of(sampling, VOCABULARY))
 
 
 def naive(logits: torch.Tensor, tokens: list[int], prompt_len: int, sampling: Sampling) -> torch.Tensor:
@@ -110,15 +110,14 @@ def test_counts_taken_in_token_by_token_are_those_taken_in_at_once() -> None:
 
 
 def test_biases_outside_the_vocabulary_are_ignored() -> None:
-    logits = random_logits(1)
-    shape = Shape(Sampling(0, 16, logit_bias=[(VOCABULARY, 5.0), (10**6, 5.0)]))
-    assert torch.equal(process(logits.clone(), {0: shape}), logits)
+    assert bias_of(Sampling(0, 16, logit_bias=[(VOCABULARY, 5.0), (10**6, 5.0), (-1, 5.0)]), VOCABULARY) is None
 
 
 def test_logits_need_not_be_contiguous() -> None:
     wide = random_logits(4)
     narrow = wide[:, :90]
-    shapes = {1: Shape(Sampling(0, 16, logit_bias=[(89, 50.0)]), banned=(3,))}
+    sampling = Sampling(0, 16, logit_bias=[(89, 50.0)])
+    shapes = {1: Shape(sampling, banned=(3,), bias=bias_of(sampling, 90))}
     changed = process(narrow.clone(), shapes)
     assert torch.equal(process(narrow, shapes), changed) and changed[1].argmax() == 89
 
