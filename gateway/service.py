@@ -112,6 +112,10 @@ async def run_gateway(gateway: Gateway, listener: socket.socket, stop: asyncio.E
         if not stop.is_set():
             raise ServiceFault("the HTTP server has ended")
         await drain(gateway, drain_grace_s)
+        if gateway.in_flight:  # by clients that do not take their last words
+            for connection in list(server.server_state.connections):
+                connection.transport.abort()
+            await _idle(gateway, LAST_WORDS_S)
         server.should_exit = True
         await http
         await gateway.dispatch.sent()
