@@ -155,3 +155,17 @@ def test_entries_with_log_probabilities_are_split_by_their_size() -> None:
     entries = [TokenEntry("r", 1, n, 0, [1], logprobs=[rich]) for n in range(100)]
     parts = split_entries(entries, 20_000)
     assert len(parts) > 3 and [entry for part in parts for entry in part] == entries
+
+
+def test_a_beams_candidates_are_the_models_though_it_may_not_end_yet(tiny_model: MakeModel) -> None:
+    """As in transformers: the ban of min_tokens leaves ends out and shares their probability with nobody."""
+    folder = tiny_model("llama")
+    runner = TorchRunner.load(folder, dtype="float32", num_blocks=64)
+    runner.model.eos_token_ids[:] = list(range(150))  # so that much is banned
+    batch = Batch(16, 64, 256, frozenset(runner.model.eos_token_ids))
+    prompt = make_prompt(20)
+    start = SlotStart(0, "r", 1, 0, "g", pack_tokens(prompt), 20, [1, 2], Sampling(3, 4, beam_width=2, min_tokens=2))
+    plan = StepPlan(0, "w", 0, 1, starts=[start], chunks=[(0, 20)])
+    [(_, tokens, log_probs)] = batch.settle(plan, runner.forward(batch, batch.stage(plan))).candidates
+    wanted = reference(folder, prompt)[-1]
+    assert min(tokens) >= 150 and log_probs == pytest.approx(wanted[tokens].tolist(), abs=1e-4)
