@@ -33,11 +33,14 @@ from gateway.responses import client_request_id, header, send_error, send_whole
 from gateway.tokenizer import PromptTokenizer
 from gateway.writers import Writer
 from observability.tracing import RequestSpan, Tracing
+from shared.flight_record import AnswerTrace
 from shared.ids import new_request_id
 from shared.messages import ModelInfo, Outcome, Sampling, Submit, pack_tokens
 
 log = logging.getLogger("headrace.gateway")
 
+BLOCKED_S = 0.02  # a client that takes so long to take a piece is slow
+MOST_BLOCKED = 64  # such times that are remembered of one answer
 CONCURRENT_OFFERS = 32  # submissions of one request that wait for their reply at once
 
 
@@ -127,6 +130,11 @@ class _Visit:
     deadline_ns: int = 0  # unix time; 0: none
     outcome: str = "failed"
     access: Access = field(default_factory=Access)
+    read_ns: int = 0  # unix times at which stages ended; 0: it did not come to that
+    tokenised_ns: int = 0
+    accepted_ns: int = 0
+    answer_id: str = ""
+    blocked: list[tuple[int, int]] = field(default_factory=list)  # when the client took nothing of what was there
     answered: bool = False  # the response has gone out, whole or with its error in the stream
 
     def enter(self) -> None:
@@ -206,6 +214,14 @@ class AnswerApp:
             extra={"request_id": visit.request_id},
         )  # fmt: skip
 
+    def _trace(self, visit: _Visit, request_id: str) -> AnswerTrace:
+        """For ``headrace explain``."""
+        outcome = "finished" if visit.answered and visit.flight.error is None else "not finished"
+        return AnswerTrace(
+            request_id, visit.answer_id, visit.request_id, self._endpoint.name, visit.arrival_ns, visit.read_ns,
+            visit.tokenised_ns, visit.accepted_ns, time.time_ns(), outcome, visit.blocked,
+        )  # fmt: skip
+
     async def _answer(self, scope: Scope, receive: Receive, send: Send, visit: _Visit) -> None:
         gateway, flight = self._gateway, visit.flight
         gateway.check_open()
@@ -213,6 +229,7 @@ class AnswerApp:
         if not self._endpoint.any_media_type:
             check_media_type(scope)
         body = await timely_body(scope, receive, gateway.config.max_body_bytes, gateway.config.body_timeout_s)
+        visit.read_ns = time.time_ns()
         if gateway.draining:
             raise unavailable("the gateway is draining", Outcome.DRAINING.value)
         gateway.check_room(1, 0, visit.request_id)  # before anything costs: a refusal must be cheap
@@ -221,11 +238,13 @@ class AnswerApp:
         model = gateway.model_info(request.model)
         gateway.check_room(_num_sequences(request), 0, visit.request_id)
         records = await self._open(request, model, visit)
+        visit.tokenised_ns = time.time_ns()
         try:
             async with asyncio.TaskGroup() as group:
                 watch = group.create_task(_watch_client(receive, flight))
                 await self._offer(records, flight)
                 if flight.error is None and not flight.client_gone:
+                    visit.accepted_ns = time.time_ns()
                     gateway.metrics.prompt_tokens.inc(flight.prompt_tokens)
                     gateway.metrics.request_prompt_tokens.observe(flight.prompt_tokens)
                     tokenizer = gateway.tokenizer
@@ -233,6 +252,7 @@ class AnswerApp:
                         flight, visit.arrival_ns // 1_000_000_000, model.name, tokenizer.vocabulary, tokenizer.tools
                     )
                     writer = self._endpoint.writer(request, context)
+                    visit.answer_id = writer.answer_id
                     if request.delivery.stream:
                         await self._stream(send, writer, visit)
                     else:
@@ -241,6 +261,7 @@ class AnswerApp:
         finally:
             for record in records:
                 gateway.dispatch.release(record)
+                gateway.dispatch.tell(self._trace(visit, record.submit.request_id))
         if visit.answered:
             return
         if flight.error is not None and not flight.client_gone:
@@ -346,7 +367,12 @@ class AnswerApp:
         if opening := writer.opening():
             await send({"type": "http.response.body", "body": opening, "more_body": True})
         while progress := await flight.wait():
+            began_s = time.monotonic()
             await send({"type": "http.response.body", "body": writer.progress(progress), "more_body": True})
+            took_s = time.monotonic() - began_s
+            if took_s > BLOCKED_S and len(visit.blocked) < MOST_BLOCKED:
+                now_ns = time.time_ns()
+                visit.blocked.append((now_ns - int(took_s * 1e9), now_ns))
         if flight.client_gone:
             return
         if flight.error is not None:

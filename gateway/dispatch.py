@@ -20,7 +20,9 @@ from gateway.mesh_view import MeshView
 from gateway.metrics import GatewayMetrics
 from gateway.token_details import PromptReport
 from shared.bus import Bus, BusUnavailable, NoResponder, PayloadTooLarge
+from shared.flight_record import AnswerTrace
 from shared.messages import (
+    Answered,
     AnyMessage,
     BadMessage,
     Cancel,
@@ -255,6 +257,10 @@ class Dispatch:
                     await self._beat_now.wait()
             except TimeoutError:
                 pass
+
+    def tell(self, answer: AnswerTrace) -> None:
+        """Tell the scheduler how an answer went, for whoever explains it. May be lost."""
+        self._outbox.post(self._subjects.answered, encode(Answered(answer)))
 
     def _cancel(self, cancel: Cancel) -> None:
         """One that is lost is made good by the beats, which no longer list the request."""

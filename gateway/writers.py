@@ -32,6 +32,7 @@ class Writer(Protocol):
     """How one endpoint writes one answer."""
 
     stream_media_type: bytes
+    answer_id: str  # what the client knows it by; empty if nothing tells
 
     def opening(self) -> bytes:
         """What goes out before any token."""
@@ -98,6 +99,7 @@ class _OpenAIWriter:
         self, flight: Flight, answer_id: str, created_s: int, model: str, delivery: Delivery, report: TokenReport
     ) -> None:
         self._flight = flight
+        self.answer_id = answer_id
         self._include_usage = include_usage = delivery.include_usage
         self._continuous_usage = delivery.continuous_usage
         self._report = report
@@ -289,6 +291,7 @@ class CompletionWriter(_OpenAIWriter):
 class GenerateWriter:
     """vLLM's plain server: every reply holds the prompt and the whole text so far, for each choice."""
 
+    answer_id = ""
     stream_media_type = JSON_LINES
 
     def __init__(self, flight: Flight, prompt: str) -> None:

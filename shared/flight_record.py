@@ -66,7 +66,6 @@ class AnswerTrace(msgspec.Struct, array_like=True):
     accepted_ns: int = 0  # a scheduler had accepted it
     finished_ns: int = 0  # the last byte was handed to the connection
     outcome: str = ""
-    tokens: dict[int, list[tuple[int, int]]] = {}  # by choice: (when a batch came, tokens in it)
     blocked: list[tuple[int, int]] = []  # times at which the client took nothing though something was there
 
 
