@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from gateway.access import Access, access_of
 from gateway.body import ClientGone, check_media_type, parse_json, timely_body
-from gateway.choices import choice_text, prompt_report
+from gateway.choices import check_told, choice_text, prompt_report
 from gateway.config import GatewayConfig
 from gateway.deadline import deadline_ns
 from gateway.decoding import Decoding
@@ -283,6 +283,7 @@ class AnswerApp:
         sampling = decoding.bind(
             model, max(len(prompt) for prompt in prompts), self._endpoint.default_max_tokens(gateway.config)
         )
+        check_told(decoding, request.report, sampling.max_tokens, prompts)
         visit.span.set(_span_attributes(sampling, decoding.n))
         tokens = flight.prompt_tokens + len(prompts) * sampling.max_tokens * (decoding.beam_width or decoding.samples)
         gateway.check_room(_num_sequences(request), tokens, visit.request_id)

@@ -8,8 +8,29 @@ from collections.abc import Sequence
 from gateway.choice_text import ChoiceText, DetailedChoiceText, NoText
 from gateway.decoding import Decoding
 from gateway.detokenizer import Vocabulary
+from gateway.errors import invalid
 from gateway.report import Report
 from gateway.token_details import PromptReport
+
+MAX_TOLD = 500_000
+"""Log-probabilities, alternatives included, and token ids that one answer may hold: some 100 bytes of memory each."""
+
+
+def check_told(decoding: Decoding, report: Report, max_tokens: int, prompts: Sequence[Sequence[int]]) -> None:
+    """Refuse an answer that could tell more of its tokens than one request may hold in memory."""
+    told = 0
+    if report.per_token:
+        told += len(prompts) * decoding.samples * max_tokens * (1 + max(0, report.logprobs))
+    if report.from_the_mesh >= 0:  # told again with each choice
+        told += sum(map(len, prompts)) * decoding.samples * (1 + report.from_the_mesh)
+    if told > MAX_TOLD:
+        asked = ((report.logprobs, "logprobs"), (report.prompt_logprobs, "prompt_logprobs"))
+        name = max(asked)[1] if max(asked)[0] >= 0 else "return_token_ids"
+        raise invalid(
+            f"'{name}' could ask for {told} values in one answer; at most {MAX_TOLD} are told: ask for fewer "
+            "alternatives, tokens or choices",
+            name,
+        )
 
 
 def prompt_report(

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from gateway.detokenizer import Vocabulary
 from gateway.flight import Choice
 from gateway.report import Report
@@ -17,6 +19,8 @@ from gateway.token_details import PromptReport, TokenDetail
 from shared.messages import TokenLogprob
 
 IMPOSSIBLE = -9999.0
+
+_json = msgspec.json.Encoder().encode
 
 
 class TokenReport:
@@ -33,7 +37,7 @@ class TokenReport:
             return None
         tokens: list[str] = []
         token_logprobs: list[float | None] = []
-        top_logprobs: list[dict[str, float] | None] = []
+        top_logprobs: list[msgspec.Raw | None] = []
         for detail in details:
             token = self._completion_name(detail.token)
             tokens.append(token)
@@ -46,7 +50,7 @@ class TokenReport:
             top = {token: value}
             for other, log_prob in self._top(detail.logprob):
                 top.setdefault(self._completion_name(other), log_prob)
-            top_logprobs.append(top)
+            top_logprobs.append(_raw(top))
         return {
             "tokens": tokens,
             "token_logprobs": token_logprobs,
@@ -63,17 +67,17 @@ class TokenReport:
             assert detail.logprob is not None  # the ledger lets no token in without
             entry = self._chat_entry(detail.token, _finite(detail.logprob.log_prob))
             entry["top_logprobs"] = [self._chat_entry(*other) for other in self._top(detail.logprob)]
-            content.append(entry)
+            content.append(_raw(entry))
         return {"content": content, "refusal": None}
 
-    def prompt_logprobs(self, prompt: PromptReport) -> list[dict[str, Any] | None]:
+    def prompt_logprobs(self, prompt: PromptReport) -> list[msgspec.Raw | None]:
         """vLLM's: for each token of the prompt an object of ids, the token's own first; null for the first token."""
-        answer: list[dict[str, Any] | None] = [None]
+        answer: list[msgspec.Raw | None] = [None]
         for token, logprob in zip(prompt.ids[1:], prompt.logprobs, strict=True):
             entries = {str(token): self._ranked(token, _finite(logprob.log_prob), logprob.rank)}
             for rank, (other, log_prob) in enumerate(self._top(logprob, self.wanted.prompt_logprobs), 1):
                 entries.setdefault(str(other), self._ranked(other, log_prob, rank))
-            answer.append(entries)
+            answer.append(_raw(entries))
         return answer
 
     def take_details(self, choice: Choice) -> list[TokenDetail]:
@@ -101,6 +105,11 @@ class TokenReport:
     def _ranked(self, token: int, log_prob: float, rank: int) -> dict[str, Any]:
         text = self._vocabulary.token_bytes(token).decode("utf-8", "replace")
         return {"logprob": log_prob, "rank": rank, "decoded_token": text}
+
+
+def _raw(tree: Any) -> msgspec.Raw:
+    """What is told of one token, written at once: a tree of all tokens would be many times as large as its text."""
+    return msgspec.Raw(_json(tree))
 
 
 def _finite(log_prob: float) -> float:

@@ -331,3 +331,15 @@ def test_the_official_client_reads_them(gw: RunningGateway) -> None:
         assert told is not None
         assert len(told.tokens or []) == 1 + 5
         assert chat.usage is not None and chat.usage.prompt_tokens_details is not None
+
+
+def test_what_one_answer_tells_is_bounded(gw: RunningGateway, http: httpx.Client) -> None:
+    for body, param in (
+        ({"prompt": "x", "n": 16, "max_tokens": 2000, "logprobs": 20}, "logprobs"),
+        ({"prompt": ["x"] * 8, "n": 64, "max_tokens": 1000, "return_token_ids": True}, "return_token_ids"),
+        ({"prompt": [[5] * 1000] * 25, "max_tokens": 1, "prompt_logprobs": 20}, "prompt_logprobs"),
+    ):
+        answer = http.post("/v1/completions", json=body)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+    assert gw.mesh.submits == []
+    assert http.post("/v1/completions", json={"prompt": "x", "max_tokens": 300, "logprobs": 20}).status_code == 200
