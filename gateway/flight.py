@@ -46,7 +46,7 @@ class Flight:
         self._dirty: list[Choice] = []
         self._open = 0
         self._left_out_tokens = 0
-        self._wake = asyncio.Event()
+        self._waiter: asyncio.Future[None] | None = None
 
     def add_choice(self, text: ChoiceText, prompt: PromptReport | None = None) -> Choice:
         choice = Choice(len(self.choices), text, prompt.echo if prompt is not None else "", prompt=prompt)
@@ -86,7 +86,7 @@ class Flight:
             choice.waiting = True
             self._dirty.append(choice)
         choice.pending += text
-        self._wake.set()
+        self._wake()
 
     def keep_best(self, samples: int, n: int) -> list[int]:
         """Of each prompt's ``samples`` choices keep the ``n`` with the highest log-probability per token, best first.
@@ -113,25 +113,25 @@ class Flight:
         """End the whole flight with ``error``, unless it is over."""
         if not self.over:
             self.error = error
-            self._wake.set()
+            self._wake()
 
     def abandon(self) -> None:
         """The client is gone."""
         self.client_gone = True
-        self._wake.set()
+        self._wake()
 
     def fail_interrupted(self, reason: str) -> None:
         self.fail(interrupted(reason))
 
     async def wait(self) -> list[tuple[Choice, str]]:
-        """Wait for progress: the choices that moved since the last call, each with its new text (maybe empty).
+        """Wait for progress (one waiter at a time): the choices that moved since the last call, each with its new text (maybe empty).
 
         A choice that has ended comes once with its ``finish_reason`` set. Empty once the flight is over and
         everything was handed out; then ``error`` and ``client_gone`` tell how.
         """
         while not self._dirty and not self.over:
-            self._wake.clear()
-            await self._wake.wait()
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
         progress = [(choice, choice.pending) for choice in self._dirty]
         for choice in self._dirty:
             choice.pending = ""
@@ -139,11 +139,9 @@ class Flight:
         self._dirty.clear()
         return progress
 
-    async def ended(self) -> None:
-        """Wait until nothing more will come."""
-        while not self.over:
-            self._wake.clear()
-            await self._wake.wait()
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     def _book_latency(self, choice: Choice, count: int, now_s: float) -> None:
         if not self.first_token_s:
