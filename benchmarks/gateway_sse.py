@@ -1,6 +1,6 @@
 """What a streamed token costs in the gateway, beside a bare Starlette app that streams constants.
 
-    python benchmarks/gateway_sse.py [--streams 64,512] [--steps 100] [--step-ms 25] [--rounds 5] [--json]
+    python benchmarks/gateway_sse.py [--streams 64,512] [--steps 100] [--step-ms 25] [--rounds 5] [--cold] [--json]
 
 A gateway process (``python -m gateway``) serves chat streams. Its scheduler and its worker are this process: every
 request is accepted, and each step publishes one TokenBatch over a real NATS server with one token for each open
@@ -20,6 +20,7 @@ import asyncio
 import contextlib
 import json
 import os
+import resource
 import socket
 import statistics
 import subprocess
@@ -68,7 +69,7 @@ class Figures:
     cpu_us_per_token: float
     tokens_per_s: float  # that clients got, on the clock
     frames_per_token: float  # below 1: tokens came faster than they could be sent, and were merged
-    rss_mib: float
+    kib_per_stream: float  # memory that the process grew by as the streams opened; 0 if it had had as many before
 
 
 # --- the bare app (its own process) ---------------------------------------------------------------------------------
@@ -245,6 +246,7 @@ async def measure(server: Server, mesh: Mesh, streams: int, steps: int, step_s: 
     body = json.dumps(
         {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "max_tokens": steps, "stream": True}
     ).encode()
+    before_mib = server.rss_mib()
     clients: list[Client] = []
     for _ in range(streams):
         _, client = await loop.create_connection(lambda: Client(body), "127.0.0.1", server.port)
@@ -252,6 +254,7 @@ async def measure(server: Server, mesh: Mesh, streams: int, steps: int, step_s: 
     async with asyncio.timeout(START_S):
         await until(lambda: all(client.answered for client in clients), 0.01)
     await asyncio.sleep(0.2)  # so that opening is over on the server's side too
+    kib_per_stream = (server.rss_mib() - before_mib) * 1024 / streams
     cpu_s, began_s = server.cpu_s(), time.perf_counter()
     async with asyncio.timeout(ROUND_S):
         for step in range(steps):
@@ -262,14 +265,13 @@ async def measure(server: Server, mesh: Mesh, streams: int, steps: int, step_s: 
             await server.step()
         await until(lambda: all(client.done for client in clients), 0.001)
     took_s, cpu_s = time.perf_counter() - began_s, server.cpu_s() - cpu_s
-    rss_mib = server.rss_mib()
     tokens = sum(client.tokens for client in clients)
     assert tokens == streams * steps, f"{server.name}: {tokens} tokens came instead of {streams * steps}"
     frames = sum(client.frames for client in clients)
     for client in clients:
         client.transport.close()
     pace = "paced" if step_s else "flat out"
-    return Figures(server.name, streams, pace, cpu_s / tokens * 1e6, tokens / took_s, frames / tokens, rss_mib)
+    return Figures(server.name, streams, pace, cpu_s / tokens * 1e6, tokens / took_s, frames / tokens, kib_per_stream)
 
 
 # --- processes ------------------------------------------------------------------------------------------------------
@@ -361,13 +363,13 @@ async def compare(arguments: argparse.Namespace) -> list[Figures]:
         if arguments.attach:
             print(f"gateway: process {gateway.pid}", file=sys.stderr)
         figures = []
-        for number in range(arguments.rounds + 1):  # the first only warms up
+        for number in range(arguments.rounds + (not arguments.cold)):  # the first only warms up
             for streams in arguments.streams:
                 for step_s in (arguments.step_ms / 1000, 0.0):
                     for server in servers:
-                        steps = arguments.steps if number else 10
+                        steps = arguments.steps if number or arguments.cold else 10
                         measured = await measure(server, mesh, streams, steps, step_s)
-                        if number:
+                        if number or arguments.cold:
                             figures.append(measured)
         background.cancel()
         await bus.close()
@@ -376,8 +378,9 @@ async def compare(arguments: argparse.Namespace) -> list[Figures]:
 
 def table(figures: list[Figures]) -> str:
     lines = [
-        "| streams | pace | server | CPU us/token | tokens/s of a core | on the clock | frames/token | ratio |",
-        "|---|---|---|---|---|---|---|---|",
+        "| streams | pace | server | CPU us/token | ratio | tokens/s of a core | on the clock | frames/token "
+        "| KiB/stream |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for streams, pace in dict.fromkeys((one.streams, one.pace) for one in figures):
         base = 0.0
@@ -388,8 +391,8 @@ def table(figures: list[Figures]) -> str:
             frames = statistics.median(one.frames_per_token for one in rows)
             base = base or cpu_us
             lines.append(
-                f"| {streams} | {pace} | {server} | {cpu_us:.1f} | {1e6 / cpu_us:,.0f} | {rate:,.0f} "
-                f"| {frames:.2f} | {cpu_us / base:.2f} |"
+                f"| {streams} | {pace} | {server} | {cpu_us:.1f} | {cpu_us / base:.2f} | {1e6 / cpu_us:,.0f} "
+                f"| {rate:,.0f} | {frames:.2f} | {max(one.kib_per_stream for one in rows):.0f} |"
             )
     return "\n".join(lines)
 
@@ -400,6 +403,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100, help="tokens of each stream")
     parser.add_argument("--step-ms", type=float, default=25.0, help="time between steps where they are paced")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--cold", action="store_true", help="no round to warm up: for the memory of each stream")
     parser.add_argument("--json", action="store_true", help="every round, as JSON lines")
     parser.add_argument("--attach", action="store_true", help="print the gateway's process id, for a profiler")
     parser.add_argument("--serve-bare", type=int, metavar="PORT", help=argparse.SUPPRESS)
@@ -410,6 +414,8 @@ def main() -> None:
         return
     import uvloop
 
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # one for each stream, here and in each server
     figures = uvloop.run(compare(arguments))
     if arguments.json:
         for one in figures:

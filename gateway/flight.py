@@ -124,9 +124,9 @@ class Flight:
         self.fail(interrupted(reason))
 
     async def wait(self) -> list[tuple[Choice, str]]:
-        """Wait for progress (one waiter at a time): the choices that moved since the last call, each with its new text (maybe empty).
+        """Wait for progress: the choices that moved since the last call, each with its new text (maybe empty).
 
-        A choice that has ended comes once with its ``finish_reason`` set. Empty once the flight is over and
+        One task may wait at a time. A choice that has ended comes once with its ``finish_reason`` set. Empty once the flight is over and
         everything was handed out; then ``error`` and ``client_gone`` tell how.
         """
         while not self._dirty and not self.over:
