@@ -2,15 +2,16 @@
 
 A :class:`Guide` follows one sequence. It is a function of the grammar and the output's token ids, so a sequence that
 starts again in the middle gets a new one that is fed what was generated before. Compiling runs on a thread beside the
-forward pass; the step loop waits for it :data:`COMPILE_WAIT_S` at most, and the engine's limits bound compiling and
-every mask (:data:`shared.grammar.ENGINE_LIMITS`). What goes wrong with a grammar is a GrammarError: it ends the one
-sequence.
+forward pass; a step waits :data:`COMPILE_WAIT_S` for all that it needs, and the engine's limits bound every mask
+(:data:`shared.grammar.ENGINE_LIMITS`; the gateway has tried the grammar and found it quick). What goes wrong with a
+grammar is a GrammarError: it ends the one sequence.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,8 +25,11 @@ from shared.grammar import ENGINE_LIMITS, GrammarError, decode_grammar, engine_t
 
 log = logging.getLogger("headrace.worker.grammar")
 
-COMPILE_WAIT_S = 5.0
-"""A step waits no longer for a grammar, nor for the tokenizer's trie, which the first grammar needs."""
+COMPILE_WAIT_S = 2.0
+"""From its beginning, a step waits no longer for grammars, however many join in it."""
+
+TRIE_WAIT_S = 30.0
+"""Nor longer for the tokenizer's trie, which is made once, while the worker starts."""
 
 KEPT_GRAMMARS = 64
 """Compiled grammars that are kept for the next sequence with the same one (choices, resumes, one schema for all)."""
@@ -57,6 +61,7 @@ class Grammars:
         self._lock = threading.Lock()
         self._tokenizer: Future[LLTokenizer] | None = None
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._deadline = 0.0  # of the step that runs, in monotonic seconds
         self._limits = LLParserLimits(**ENGINE_LIMITS)  # type: ignore[arg-type]
 
     def warm(self) -> None:
@@ -64,6 +69,26 @@ class Grammars:
         with self._lock:
             if self._tokenizer is None:
                 self._tokenizer = self._pool.submit(self._load)
+
+    def begin_step(self) -> None:
+        """From here on the step may wait for COMPILE_WAIT_S."""
+        self._deadline = time.monotonic() + COMPILE_WAIT_S
+
+    def wait_for(self, compiling: Future[LLMatcher]) -> LLMatcher:
+        """What has been compiled, as long as the step may wait. Raises GrammarError."""
+        assert self._tokenizer is not None
+        try:
+            if not self._tokenizer.done():
+                self._tokenizer.exception(TRIE_WAIT_S)
+                self.begin_step()
+            return compiling.result(max(0.0, self._deadline - time.monotonic()))
+        except TimeoutError:
+            raise GrammarError(f"the grammar did not compile within {COMPILE_WAIT_S:g} s") from None
+
+    def again(self, text: str, output: Sequence[int]) -> LLMatcher:
+        """Compile anew what is kept. Raises GrammarError."""
+        self.begin_step()
+        return self.wait_for(self._pool.submit(self.matcher, text, list(output), fresh=True))
 
     def guide(self, text: str, output: Sequence[int]) -> Guide:
         """Begin to compile ``text`` for a sequence that has generated ``output``; returns at once."""
@@ -115,14 +140,11 @@ class Guide:
     def mask(self) -> npt.NDArray[np.uint8]:
         """A bit for each token that may come next, lowest bit first; at least one is set. Raises GrammarError."""
         if self._matcher is None:
-            try:
-                self._matcher = self._compiling.result(COMPILE_WAIT_S)
-            except TimeoutError:
-                raise GrammarError(f"the grammar did not compile within {COMPILE_WAIT_S:g} s") from None
+            self._matcher = self._grammars.wait_for(self._compiling)
         bits = self._fill(self._matcher)
         if self._matcher.is_error():
             # The copies of a compiled grammar share a lexer whose states are limited: this may not be its own fault.
-            self._matcher = self._grammars.matcher(self._text, self._output, fresh=True)
+            self._matcher = self._grammars.again(self._text, self._output)
             bits = self._fill(self._matcher)
             _check(self._matcher)
         if not bits.any():

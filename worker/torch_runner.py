@@ -204,6 +204,7 @@ class TorchRunner:
         """Have the grammars of sequences that have just joined compiled beside the forward pass."""
         for slot in [row.slot for row in step.rows] + [slot for _, slot in step.forks]:
             if slot.sampling.grammar and slot.guide is None and not slot.sampling.beam_width:
+                self.grammars.begin_step()
                 slot.guide = self.grammars.guide(slot.sampling.grammar, slot.tokens[slot.prompt_len :])
 
     def logits(self, batch: Batch, rows: Sequence[Row], prompts: Sequence[tuple[int, Row, int]] = ()) -> torch.Tensor:

@@ -233,6 +233,7 @@ def test_a_kept_grammar_that_ran_out_of_room_is_compiled_again() -> None:
     """Copies of one compiled grammar share its lexer, whose states are limited: that must not fail the next ones."""
     grammars = Grammars(lambda: LLTokenizer(TOKENIZER.backend_tokenizer.to_str(), eos_token=[0]))
     text = encode_grammar(Grammar("regex", "ab+"))
+    grammars.begin_step()
     guide = grammars.guide(text, [])
     guide.mask()
     guide.accept(TOKENIZER.encode("a")[0])
@@ -246,5 +247,6 @@ def test_a_kept_grammar_that_ran_out_of_room_is_compiled_again() -> None:
 def test_without_a_tokenizer_there_are_no_grammars(tmp_path: Path) -> None:
     grammars = Grammars(lambda: worker_grammar.load_engine_tokenizer(str(tmp_path), 320, [0]))
     for _ in range(2):
+        grammars.begin_step()
         with pytest.raises(GrammarError, match="tokenizer"):
             grammars.guide(encode_grammar(Grammar("choice", ["a"])), []).mask()
