@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import ssl
 from pathlib import Path
@@ -14,6 +15,7 @@ from gateway_mesh import MODEL, running_gateway
 
 from gateway.config import GatewayConfig
 from gateway.service import check_tls
+from headrace.readiness import base_url, curl_line, wait_until_serving
 from shared.lifecycle import StartupError
 
 
@@ -54,3 +56,19 @@ def test_what_cannot_be_used_is_named_at_the_start(tmp_path: Path, certificate: 
         with pytest.raises(StartupError, match="--tls-") as error:
             check_tls(dataclasses.replace(good, **changes))
         assert "\n" not in str(error.value)
+
+
+def test_up_finds_its_gateway_serving_with_a_key_and_its_own_certificate(
+    tokenizer_folder: Path, tmp_path: Path
+) -> None:
+    other = make_certificate(tmp_path, names="DNS:llm.example")  # of another name than the address asked
+    tls = {"tls_cert": str(other.cert), "tls_key": str(other.key)}
+    with running_gateway(tokenizer_folder, api_key="k", **tls) as gw:
+        url = base_url("127.0.0.1", gw.port, tls=True)
+        asyncio.run(asyncio.wait_for(wait_until_serving(url, MODEL, print, "k", str(other.cert)), 20))
+        assert len(gw.mesh.submits) == 1
+        line = curl_line(url, MODEL, chat=False, with_key=True, certificate=str(other.cert))
+        assert f"--cacert {other.cert} https://127.0.0.1:{gw.port}/" in line.replace(
+            ' -H "Authorization: Bearer $API_KEY"', ""
+        )
+        assert 'Bearer $API_KEY"' in line
