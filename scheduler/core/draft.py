@@ -6,7 +6,7 @@ from scheduler.core.events import Counters
 from scheduler.core.sequence import Sequence, Status
 from scheduler.core.step_time import PlannedWork, attention_pairs
 from scheduler.core.worker_state import PlanInFlight, WorkerState
-from shared.messages import SlotStart, StepPlan, pack_tokens
+from shared.messages import Sampling, SlotStart, StepPlan, pack_tokens
 
 
 class PlanDraft:
@@ -65,7 +65,7 @@ class PlanDraft:
     def start(self, sequence: Sequence) -> None:
         submit = sequence.submit
         packed = pack_tokens(sequence.tokens)
-        self.start_bytes += len(packed)
+        self.start_bytes += len(packed) + _extra_bytes(submit.sampling)
         self._starts.append(
             SlotStart(
                 slot=sequence.slot,
@@ -90,6 +90,7 @@ class PlanDraft:
         child.pending = 1
         child.in_flight = 1
         self._counters.forks += 1
+        self.start_bytes += _extra_bytes(submit.sampling)
         self._starts.append(
             SlotStart(
                 child.slot, submit.request_id, submit.attempt, child.choice, submit.gateway, b"", child.prompt_len, [],
@@ -198,3 +199,9 @@ class PlanDraft:
         self._counters.padding_tokens += padding
         self._counters.prefill_tokens += self._prefill_tokens
         return plan
+
+
+def _extra_bytes(sampling: Sampling) -> int:
+    """What can be long in the sampling parameters, which travel with every start, a fork's too."""
+    grammar = len(sampling.grammar.encode("utf-8", "replace")) if sampling.grammar else 0
+    return grammar + 16 * len(sampling.logit_bias)

@@ -29,7 +29,7 @@ class Limits:
     max_num_queued_reqs: int = 1024  # waiting sequences
     max_num_queued_tokens: int = 0  # prompt and max_tokens that wait, unless nothing else does; 0: no bound
     admission_watermark: float = 0.02  # share of the pool kept free at admissions, never against the only sequence
-    max_plan_start_bytes: int = 512 * 1024  # prompt bytes that join in one plan: keeps a plan under max_payload
+    max_plan_start_bytes: int = 512 * 1024  # of prompts and grammars that join in one plan: it stays under max_payload
     tombstone_ns: int = 60_000_000_000  # how long a cancel that overtook its submit, or a finished id, is remembered
     no_worker_grace_ns: int = 10_000_000_000  # how long waiting requests outlive the last worker of their model
     reserve_after_preemptions: int = 2  # after so many, a sequence resumes only with its whole worst case reserved

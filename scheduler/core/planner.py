@@ -283,11 +283,12 @@ class ContinuousPlanner:
     def _fork(self, worker: WorkerState, parent: Sequence, queue: WaitingQueue, draft: PlanDraft, now: int) -> None:
         """The parent's prompt ends in this plan: its other choices join it, sharing every page.
 
-        Each will need a block of its own at its next token. Those for which there is no slot or block wait their turn;
-        they will find the prompt in the prefix cache.
+        Each will need a block of its own at its next token. Those for which there is no slot, block or room in the
+        plan's message wait their turn; they will find the prompt in the prefix cache.
         """
         for child in parent.children:
             room = worker.pool.num_free - len(worker.running) > 0
+            room = room and not draft.plan_is_full(0, self._limits.max_plan_start_bytes)
             if room and worker.occupied < self._limits.max_num_seqs:
                 child.pages = worker.written(parent)
                 worker.pool.share(child.pages)
