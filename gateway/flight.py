@@ -126,8 +126,8 @@ class Flight:
     async def wait(self) -> list[tuple[Choice, str]]:
         """Wait for progress: the choices that moved since the last call, each with its new text (maybe empty).
 
-        One task may wait at a time. A choice that has ended comes once with its ``finish_reason`` set. Empty once the flight is over and
-        everything was handed out; then ``error`` and ``client_gone`` tell how.
+        A choice that has ended comes once with its ``finish_reason`` set. Empty once the flight is over and everything
+        was handed out; then ``error`` and ``client_gone`` tell how. One task may wait at a time.
         """
         while not self._dirty and not self.over:
             self._waiter = asyncio.get_running_loop().create_future()
