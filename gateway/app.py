@@ -39,7 +39,9 @@ def make_app(gateway: Gateway) -> Starlette:
 
     async def openapi(request: Request) -> Response:
         info = gateway.dispatch.mesh.model(gateway.model, time.monotonic())
-        return JSONResponse(document(gateway.config, info, _version(), gateway.keys.required))
+        return JSONResponse(
+            document(gateway.config, info, _version(), gateway.keys.required, gateway.tokenizer.adds_special_tokens)
+        )
 
     def card() -> dict[str, Any]:
         info = gateway.dispatch.mesh.model(gateway.model, time.monotonic())

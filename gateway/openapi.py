@@ -35,6 +35,7 @@ _ERRORS = {
 }
 _ALWAYS = (400, 401, 405, 408, 431, 500)  # any request may end so, before a route sees it
 _BODY = (*_ALWAYS, 404, 413, 415, 429, 503)
+_SECONDS = "^(|0{0,4}[1-9][0-9]{0,4}([.][0-9]{1,9})?|0{1,9}[.][0-9]{0,7}[1-9])$"  # empty: as if it were absent
 _RETRY_LATER = {"Retry-After": {"schema": {"type": "integer", "minimum": 1}, "description": "seconds"}}
 _REQUEST_ID = {"X-Request-Id": {"schema": {"type": "string"}, "description": "the client's, or ours"}}
 
@@ -57,9 +58,14 @@ _GETS: dict[str, tuple[str, str, tuple[int, ...]]] = {
 }
 
 
-def document(config: GatewayConfig, model: ModelInfo | None, version: str, keys_required: bool) -> dict[str, Any]:
-    """``model``: as the mesh describes it now, from which some limits come; None while no scheduler is heard."""
-    table = fields(config, model)
+def document(
+    config: GatewayConfig, model: ModelInfo | None, version: str, keys_required: bool, empty_prompts: bool = True
+) -> dict[str, Any]:
+    """``model``: as the mesh describes it now, from which some limits come; None while no scheduler is heard.
+
+    ``empty_prompts``: an empty text is a prompt, since the tokenizer adds a token to it.
+    """
+    table = fields(config, model, empty_prompts)
     bodies = {f"{endpoint.capitalize()}Request": body_schema(endpoint, table) for endpoint, *_ in _POSTS.values()}
     of_text, of_chat = (body_schema(form, table) for form in (TOKENIZE, TOKENIZE_CHAT))
     bodies["TokenizeRequest"] = {"anyOf": [of_text, of_chat]}
@@ -101,7 +107,7 @@ def _post(endpoint: str, summary: str, stream: str, answer: str) -> dict[str, An
         | _errors(statuses),
     }
     if stream:
-        seconds: Schema = {"type": "string", "pattern": "^[0-9]{1,9}([.][0-9]{1,9})?$"}
+        seconds: Schema = {"type": "string", "pattern": _SECONDS}
         header = {"name": "X-Request-Timeout", "in": "header", "required": False, "schema": seconds}
         operation["parameters"] = [header | {"description": "seconds until the answer must be complete"}]
     return operation

@@ -54,20 +54,22 @@ class Field:
     required: bool = False
 
 
-def fields(config: GatewayConfig, model: ModelInfo | None) -> tuple[Field, ...]:
+def fields(config: GatewayConfig, model: ModelInfo | None, empty_prompts: bool = True) -> tuple[Field, ...]:
     """Every field that is honoured. What depends on the model is as wide as can be until a scheduler tells of it."""
     token = integer(0, model.vocab_size - 1 if model is not None else (1 << 32) - 1)
     length = model.max_model_len if model is not None else MAX_TOKENS_CEILING
     max_tokens = integer(1, length)
+    prompt = text() if empty_prompts else text() | {"minLength": 1}
     token_ids = array(token, 1, length)
     return (
         Field("model", ALL, text(256), "the served name; another one is a 404"),
         Field(
             "prompt", (COMPLETIONS,),
-            {"anyOf": [text(), token_ids, *(array(one, 1, config.max_prompts) for one in (text(), token_ids))]},
+            {"anyOf": [prompt, token_ids, *(array(one, 1, config.max_prompts) for one in (prompt, token_ids))]},
             "a text, a list of texts, token ids, or a list of such lists", required=True,
         ),
-        Field("prompt", (GENERATE, TOKENIZE), text(), "a text", required=True),
+        Field("prompt", (GENERATE,), prompt, "a text", required=True),
+        Field("prompt", (TOKENIZE,), text(), "a text", required=True),
         Field("messages", CHATS, messages(), "the conversation", required=True),
         Field("max_tokens", (CHAT, GENERATE), max_tokens, "most tokens of the answer"),
         Field("max_tokens", (COMPLETIONS,), integer(0, length), "most tokens; 0 only with echo and logprobs"),

@@ -73,6 +73,11 @@ class PromptTokenizer:
         loaded.grammars.prepare()
         return loaded
 
+    @property
+    def adds_special_tokens(self) -> bool:
+        """An empty text has tokens: BOS, or the like."""
+        return bool(self._backend.encode("").ids)
+
     def close(self) -> None:
         self.grammars.close()
         self._pool.shutdown(wait=False, cancel_futures=True)

@@ -275,3 +275,18 @@ def test_the_document_is_plain_json(http: httpx.Client) -> None:
         raise AssertionError(name)
 
     json.loads(http.get("/openapi.json").content, parse_constant=refuse)
+
+
+def test_empty_prompts_are_described_as_the_tokenizer_has_them() -> None:
+    for empty, least in ((True, None), (False, 1)):
+        schemas = document(LIMITS, INFO, "1", keys_required=False, empty_prompts=empty)["components"]["schemas"]
+        assert schemas["GenerateRequest"]["properties"]["prompt"].get("minLength") == least
+        assert jsonschema_rs.is_valid(schemas["CompletionsRequest"], {"prompt": ["x", ""]}) == empty
+        assert jsonschema_rs.is_valid(schemas["TokenizeRequest"], {"prompt": ""})
+
+
+@pytest.mark.parametrize("seconds", ["", "1", "0.5", "99999.999", "007", "0", "0.0", "-1", "1e3", "x", "1.", "9999999"])
+def test_the_deadlines_header_is_described_as_it_is_read(gw: RunningGateway, http: httpx.Client, seconds: str) -> None:
+    told = http.get("/openapi.json").json()["paths"]["/generate"]["post"]["parameters"][0]["schema"]
+    answer = http.post("/generate", json={"prompt": "x", "max_tokens": 1}, headers={"X-Request-Timeout": seconds})
+    assert (answer.status_code != 400) == jsonschema_rs.is_valid(told, seconds)
