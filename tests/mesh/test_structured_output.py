@@ -113,6 +113,12 @@ def test_choices_of_one_prompt(ample: Mesh) -> None:
     assert len({choice["message"]["content"] for choice in choices}) > 1
 
 
+def test_long_grammars_of_many_choices_are_no_message_too_long(ample: Mesh) -> None:
+    schema = {"type": "boolean", "description": "x" * 60_000}  # with every start of a choice: 1.4 MB for all
+    answer = ample.answer(prompt="x", max_tokens=9, n=24, structured_outputs={"json": schema})
+    assert {choice["text"] for choice in answer["choices"]} <= {"true", "false"}
+
+
 @pytest.mark.parametrize(
     ("constraint", "texts"),
     [
