@@ -18,7 +18,7 @@ MAY_IMPORT = {
     "worker": {"shared", "observability", "kernels"},
     "kernels": set(),
     "shared": set(),
-    "observability": set(),
+    "observability": {"shared"},
     "headrace": {"gateway", "scheduler", "worker", "shared", "observability", "kernels"},
 }
 PURE = ("scheduler/core", "scheduler/policies")
