@@ -1,6 +1,6 @@
 """What a streamed token costs in the gateway, beside a bare Starlette app that streams constants.
 
-    python benchmarks/gateway_sse.py [--streams 64,512] [--steps 100] [--step-ms 25] [--rounds 5] [--cold] [--json]
+    python benchmarks/gateway_sse.py [--streams 64,512] [--steps 100] [--step-ms 50] [--rounds 5] [--cold] [--json]
 
 A gateway process (``python -m gateway``) serves chat streams. Its scheduler and its worker are this process: every
 request is accepted, and each step publishes one TokenBatch over a real NATS server with one token for each open
@@ -8,7 +8,7 @@ stream, as a worker does. The bare app runs under uvicorn with the same options,
 streams yields one constant frame, of the gateway's size, per step. Both servers have one core and the rest of the
 machine belongs to this process, whose clients only count bytes.
 
-*paced*: a step each ``--step-ms``. *flat out*: a step as soon as all streams have all tokens but those of one step.
+*paced*: a step each ``--step-ms``. *flat out*: a step as soon as all streams have the tokens of the one before.
 CPU is the server process's own time (user and system) over the tokens that clients got, once all streams are open and
 until the last token has come: opening and closing are left out. Rounds alternate between the servers; medians.
 """
@@ -261,7 +261,7 @@ async def measure(server: Server, mesh: Mesh, streams: int, steps: int, step_s: 
             if step_s:
                 await asyncio.sleep(max(0.0, began_s + step * step_s - time.perf_counter()))
             else:
-                await until(has_tokens(clients, streams * (step - 1)))
+                await until(has_tokens(clients, streams * step))
             await server.step()
         await until(lambda: all(client.done for client in clients), 0.001)
     took_s, cpu_s = time.perf_counter() - began_s, server.cpu_s() - cpu_s
@@ -401,7 +401,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", type=lambda text: [int(part) for part in text.split(",")], default=[64, 512])
     parser.add_argument("--steps", type=int, default=100, help="tokens of each stream")
-    parser.add_argument("--step-ms", type=float, default=25.0, help="time between steps where they are paced")
+    parser.add_argument("--step-ms", type=float, default=50.0, help="time between steps where they are paced")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--cold", action="store_true", help="no round to warm up: for the memory of each stream")
     parser.add_argument("--json", action="store_true", help="every round, as JSON lines")
