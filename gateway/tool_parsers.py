@@ -181,7 +181,7 @@ class HermesParser(_TextParser):
 
     def _closing(self) -> bool:
         """Between the object and the closing tag, which may be missing at the end of the text."""
-        text = self._text.lstrip(WHITESPACE)
+        text = self._text = self._text.lstrip(WHITESPACE)
         if text.startswith(self._close):
             self._text = text[len(self._close) :]
         elif self._close.startswith(text):
@@ -207,9 +207,9 @@ class LlamaParser(_TextParser):
     def _start(self) -> bool:
         """At the beginning: an answer that begins with a brace is a call, if it turns out to look like one."""
         text = self._text.lstrip(WHITESPACE)
+        self._show(self._text[: len(self._text) - len(text)])
+        self._text = text
         if text.startswith("{"):
-            self._show(self._text[: len(self._text) - len(text)])
-            self._text = text
             self._begin("")
         elif text:
             self._step = self._content
@@ -236,6 +236,9 @@ class LlamaParser(_TextParser):
             self._begin("")
         elif rest:
             self._step = self._content
+        elif not text:
+            self._show(self._text)
+            self._text = ""
         return bool(rest)
 
 
@@ -258,6 +261,7 @@ class MistralParser(_TextParser):
         """Behind the marker: a list of calls, one call, or a name."""
         space = len(self._text) - len(self._text.lstrip(WHITESPACE))
         if space == len(self._text):
+            self._took(space)
             return False
         first = self._text[space]
         self._in_list = first == "["
@@ -296,7 +300,7 @@ class MistralParser(_TextParser):
 
     def _in_the_list(self) -> bool:
         """Behind a call of a list: a comma and another one, or the list's end."""
-        text = self._text.lstrip(WHITESPACE)
+        text = self._text = self._text.lstrip(WHITESPACE)
         if not text:
             return False
         self._text = text[1:]
