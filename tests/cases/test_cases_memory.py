@@ -203,7 +203,7 @@ def test_b17_with_ample_memory_the_order_is_that_of_arrival(simulated: Mesh) -> 
         try:
             tasks = [asyncio.create_task(asyncio.to_thread(fill_the_batch))]
             await until(lambda: client.beat and client.beat.running == 64, "a full batch")
-            for index in range(20):
+            for index in range(12):
                 tasks.append(asyncio.create_task(asyncio.to_thread(ask, index)))
                 await until(lambda count=index + 2: len(seen(Submit)) == count, "its arrival")
         finally:

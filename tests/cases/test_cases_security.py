@@ -6,6 +6,7 @@ import asyncio
 import json
 import pickle
 import random
+import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from tiny_models import IM_END, IM_START, make_tokenizer
 from whole_mesh import Mesh, eventually
 
 from gateway.app import make_app
+from headrace.nats_server import HOST
 from shared.messages import Submit, unpack_tokens
 from worker.simulated import expected_tokens
 
@@ -113,6 +115,14 @@ def noise(marker: Path, sound: list[bytes]) -> list[bytes]:
 
 WANTED = (".submit.", ".step.", ".result.", ".tokens.", ".beat.scheduler.", ".beat.worker.", ".beat.gateway.")
 BAD_MESSAGES = {"scheduler": "headrace_bad_messages_total", "gateway": "headrace_gateway_bad_messages_total"}
+
+
+@pytest.mark.parametrize("credentials", [{}, {"auth_token": "wrong"}, {"user": "gateway", "pass": ""}], ids=str)
+def test_b28_the_bus_asks_for_credentials(simulated: Mesh, credentials: dict[str, str]) -> None:
+    with socket.create_connection((HOST, simulated.nats.server.port), timeout=10) as bus, bus.makefile("rb") as lines:
+        assert lines.readline().startswith(b"INFO ")
+        bus.sendall(b"CONNECT " + json.dumps({"verbose": False, **credentials}).encode() + b"\r\nSUB > 1\r\nPING\r\n")
+        assert lines.readline().lower().startswith(b"-err 'authorization violation")
 
 
 def test_b28_noise_on_every_subject_is_dropped_and_counted(simulated: Mesh, tmp_path: Path) -> None:

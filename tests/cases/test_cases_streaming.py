@@ -30,6 +30,8 @@ CHAT = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "hello"}]
 HF = make_tokenizer()
 
+NEW_TOKENS = 'headrace_step_tokens_total{kind="new"}'
+
 
 def ids_of(prompt: str) -> list[int]:
     ids: list[int] = HF.encode(prompt)
@@ -254,11 +256,11 @@ def test_b12_clients_that_leave_free_everything(simulated: Mesh) -> None:
     simulated.quiescence(within_s=2)
     assert simulated.metrics(simulated.gateway)[aborted] - before == 20
     # The worker stands still: the next tokens it makes are those of the next request.
-    made = simulated.metrics(simulated.scheduler)["headrace_new_tokens_total"]
+    made = simulated.metrics(simulated.scheduler)[NEW_TOKENS]
     simulated.answer(prompt="after", max_tokens=4, ignore_eos=True)
-    eventually(lambda: simulated.metrics(simulated.scheduler)["headrace_new_tokens_total"] > made, "a count")
+    eventually(lambda: simulated.metrics(simulated.scheduler)[NEW_TOKENS] > made, "a count")
     simulated.quiescence()
-    assert simulated.metrics(simulated.scheduler)["headrace_new_tokens_total"] - made == 4
+    assert simulated.metrics(simulated.scheduler)[NEW_TOKENS] - made == 4
 
 
 # --- B13 --------------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
-from oracles import refused, streamed, survival
+from oracles import CANARY, refused, streamed, survival
 from whole_mesh import SIMULATED, VOCAB_SIZE, Mesh, at_once, eventually, memory_bytes, running_mesh
 
 pytestmark = pytest.mark.mesh
@@ -136,7 +136,7 @@ def test_b04_a_full_queue_refuses_early_and_admits_all_choices_or_none(tiny: Any
             eventually(lambda: load() == (SLOTS, QUEUE // 2), "a queue with four free places")
             return mesh.post(prompt="eight", n=8, max_tokens=2)
 
-        *answered, last = at_once([*[lambda: mesh.post(**long | {"max_tokens": 100})] * (SLOTS + QUEUE // 2), eight])
+        *answered, last = at_once([*[lambda: mesh.post(**long | {"max_tokens": 60})] * (SLOTS + QUEUE // 2), eight])
         assert [reply.status_code for reply in answered] == [200] * (SLOTS + QUEUE // 2)
         if last.status_code == 200:
             assert len(last.json()["choices"]) == 8
@@ -234,6 +234,30 @@ def test_b06_what_would_change_the_answer_and_cannot_be_had_is_refused(mesh: Mes
     began = time.monotonic()
     refused(mesh.post(CHAT, messages=HELLO, max_tokens=2, **fields))
     assert time.monotonic() - began < 1
+
+
+SLOW = (
+    {"structured_outputs": {"regex": "((a{1,500}){1,500}){1,500}"}},
+    {"structured_outputs": {"regex": "(x+x+)+y" * 400}},
+    {"response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": {"enum": ["x" * 50] * 5000}}}},
+    {"response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": {
+        "type": "object", "properties": {f"p{i}": {"type": "string", "pattern": "(a|b){1,5000}c"} for i in range(500)},
+    }}}},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("fields", SLOW, ids=["repeats", "backtracking", "enum", "patterns"])
+def test_b06_a_constraint_that_is_slow_to_compile_costs_nobody_else(mesh: Mesh, fields: dict[str, Any]) -> None:
+    def hostile() -> float:
+        began = time.monotonic()
+        reply = mesh.post(CHAT, messages=HELLO, max_tokens=2, **fields)
+        if reply.status_code != 200:
+            refused(reply, 400, 503)
+        return time.monotonic() - began
+
+    with survival(mesh):
+        *texts, seconds = at_once([*[lambda: mesh.text(**CANARY)] * 4, hostile])
+        assert len(set(texts)) == 1 and seconds < 5
 
 
 # --- B07 --------------------------------------------------------------------------------------------------------------
