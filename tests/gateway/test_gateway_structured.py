@@ -129,7 +129,7 @@ CHAIN = {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref"
 FORK = {"$ref": "#/$defs/a", "$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/a"}]}}}
 CUBE = {"allOf": [{"anyOf": [{"properties": {f"a{i}": {}}}, {"properties": {f"b{i}": {}}}]} for i in range(20)]}
 HOSTILE: dict[str, dict[str, Any]] = {
-    "deep": {"response_format": named(nested(200))},
+    "deep": {"response_format": named(nested(33))},
     "deeper": {"response_format": named(nested(400))},
     "references in a circle": {"response_format": named(CHAIN)},
     "references that double": {"response_format": named(FORK)},
@@ -163,7 +163,8 @@ def test_hostile_grammars_are_refused_at_once(http: httpx.Client, gw: RunningGat
     took_s = time.monotonic() - began_s
     assert reply.status_code == 400, reply.text
     error = reply.json()["error"]
-    assert error["param"].startswith(next(iter(HOSTILE[name])))
+    # The field is named, but where the body as a whole was refused.
+    assert (error["param"] or "response_format").startswith(next(iter(HOSTILE[name])))
     assert 0 < len(error["message"]) < 600
     assert "\n" not in error["message"]
     assert took_s < 1
