@@ -10,12 +10,11 @@ import asyncio
 import logging
 import time
 from dataclasses import dataclass, field
-from typing import Any
 
 from opentelemetry.trace import SpanKind
 from starlette.types import Receive, Scope, Send
 
-from gateway.access import Access, access_of
+from gateway.access import access_of
 from gateway.body import ClientGone, check_media_type, parse_json, timely_body
 from gateway.choices import check_told, choice_text, prompt_report
 from gateway.config import GatewayConfig
@@ -31,11 +30,14 @@ from gateway.metrics import GatewayMetrics
 from gateway.parameters import CompletionRequest
 from gateway.responses import client_request_id, header, send_error, send_whole
 from gateway.tokenizer import PromptTokenizer
+from gateway.visit import Visit, record_answer, sampling_attributes
 from gateway.writers import Writer
-from observability.tracing import RequestSpan, Tracing
+from observability import conventions as names
+from observability.logs import about
+from observability.tracing import Tracing
 from shared.flight_record import AnswerTrace
 from shared.ids import new_request_id
-from shared.messages import ModelInfo, Outcome, Sampling, Submit, pack_tokens
+from shared.messages import ModelInfo, Outcome, Submit, pack_tokens
 
 log = logging.getLogger("headrace.gateway")
 
@@ -118,39 +120,6 @@ class Gateway:
         return info
 
 
-@dataclass(slots=True)
-class _Visit:
-    """One request to one endpoint."""
-
-    request_id: str  # the client's, or ours; for people
-    arrival_ns: int
-    flight: Flight
-    span: RequestSpan
-    headers: list[tuple[bytes, bytes]]
-    deadline_ns: int = 0  # unix time; 0: none
-    outcome: str = "failed"
-    access: Access = field(default_factory=Access)
-    read_ns: int = 0  # unix times at which stages ended; 0: it did not come to that
-    tokenised_ns: int = 0
-    accepted_ns: int = 0
-    answer_id: str = ""
-    blocked: list[tuple[int, int]] = field(default_factory=list)  # when the client took nothing of what was there
-    answered: bool = False  # the response has gone out, whole or with its error in the stream
-
-    def enter(self) -> None:
-        """Count the request for its key."""
-        try:
-            self.access.enter()
-        finally:
-            self.headers[1:] = self.access.headers()
-
-    def charge(self, tokens: int) -> None:
-        try:
-            self.access.charge(tokens)
-        finally:
-            self.headers[1:] = self.access.headers()
-
-
 class AnswerApp:
     """The ASGI application of one endpoint that answers prompts."""
 
@@ -174,7 +143,7 @@ class AnswerApp:
             gateway.leave()
             self._account(visit)
 
-    def _visit(self, scope: Scope) -> _Visit:
+    def _visit(self, scope: Scope) -> Visit:
         arrival_ns = time.time_ns()
         request_id = client_request_id(scope) or new_request_id()
         model = self._gateway.model
@@ -183,38 +152,39 @@ class AnswerApp:
             arrival_ns,
             header(scope, b"traceparent"),
             {
-                "gen_ai.operation.name": self._endpoint.operation,
-                "gen_ai.provider.name": "headrace",
-                "gen_ai.request.model": model,
-                "headrace.client_request_id": request_id,
+                names.OPERATION_NAME: self._endpoint.operation,
+                names.PROVIDER_NAME: names.PROVIDER,
+                names.REQUEST_MODEL: model,
+                names.CLIENT_REQUEST_ID: request_id,
             },
             SpanKind.SERVER,
         )
         flight = Flight(time.monotonic(), self._gateway.metrics)
-        visit = _Visit(request_id, arrival_ns, flight, span, [(b"x-request-id", request_id.encode())])
+        visit = Visit(request_id, arrival_ns, flight, span, [(b"x-request-id", request_id.encode())])
         visit.access = access_of(scope)
         return visit
 
-    def _account(self, visit: _Visit) -> None:
+    def _account(self, visit: Visit) -> None:
         metrics, flight = self._gateway.metrics, visit.flight
         metrics.requests.labels(self._endpoint.name, visit.outcome).inc()
         duration_s = time.monotonic() - flight.arrival_s
         if visit.outcome == "finished":
             metrics.e2e_latency.observe(duration_s)
             metrics.request_generation_tokens.observe(flight.completion_tokens)
-        visit.span.set({
-            "gen_ai.usage.input_tokens": flight.prompt_tokens,
-            "gen_ai.usage.output_tokens": flight.completion_tokens,
-            "gen_ai.response.finish_reasons": [choice.text.finish_reason or "" for choice in flight.choices[:16]],
-        })  # fmt: skip
-        visit.span.end(time.time_ns(), "" if visit.outcome == "finished" else visit.outcome)
+            metrics.cached_prompt_tokens.inc(flight.cached_tokens)
+        after_first = flight.completion_tokens - len(flight.choices)
+        ttft_s = flight.first_token_s - flight.arrival_s if flight.first_token_s else 0.0
+        spent_s = sum(choice.last_token_s - choice.first_token_s for choice in flight.choices)
+        per_token_s = spent_s / after_first if after_first > 0 else 0.0
+        metrics.answered(self._endpoint.operation, visit.outcome, duration_s, ttft_s, per_token_s)
+        record_answer(self._gateway.tracing, visit, time.time_ns())
         log.info(
             "%s %s: %d prompt and %d answer tokens in %.3f s",
             self._endpoint.name, visit.outcome, flight.prompt_tokens, flight.completion_tokens, duration_s,
-            extra={"request_id": visit.request_id},
+            extra=about(visit.request_id, visit.span.traceparent),
         )  # fmt: skip
 
-    def _trace(self, visit: _Visit, request_id: str) -> AnswerTrace:
+    def _trace(self, visit: Visit, request_id: str) -> AnswerTrace:
         """For ``headrace explain``."""
         outcome = "finished" if visit.answered and visit.flight.error is None else "not finished"
         return AnswerTrace(
@@ -222,7 +192,7 @@ class AnswerApp:
             visit.tokenised_ns, visit.accepted_ns, time.time_ns(), outcome, visit.blocked,
         )  # fmt: skip
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send, visit: _Visit) -> None:
+    async def _answer(self, scope: Scope, receive: Receive, send: Send, visit: Visit) -> None:
         gateway, flight = self._gateway, visit.flight
         gateway.check_open()
         visit.enter()
@@ -268,7 +238,7 @@ class AnswerApp:
             raise flight.error
         raise ClientGone
 
-    async def _open(self, request: Request, model: ModelInfo, visit: _Visit) -> list[RequestRecord[Part]]:
+    async def _open(self, request: Request, model: ModelInfo, visit: Visit) -> list[RequestRecord[Part]]:
         """Tokenise, settle the parameters, and enter one request for each prompt into the ledger."""
         gateway, flight = self._gateway, visit.flight
         await gateway.tokenizer.grammars.check(request.decoding.constraint)
@@ -276,15 +246,15 @@ class AnswerApp:
         prompts = await self._endpoint.tokenize(request, gateway.tokenizer, model)
         flight.prompt_tokens = sum(len(prompt) for prompt in prompts)
         gateway.tracing.record(
-            "tokenize", began_ns, time.time_ns(), visit.span.traceparent,
-            {"gen_ai.usage.input_tokens": flight.prompt_tokens},
+            names.TOKENIZE, began_ns, time.time_ns(), visit.span.traceparent,
+            {names.INPUT_TOKENS: flight.prompt_tokens},
         )  # fmt: skip
         decoding = request.decoding
         sampling = decoding.bind(
             model, max(len(prompt) for prompt in prompts), self._endpoint.default_max_tokens(gateway.config)
         )
         check_told(decoding, request.report, sampling.max_tokens, prompts)
-        visit.span.set(_span_attributes(sampling, decoding.n))
+        visit.span.set(sampling_attributes(sampling, decoding.n, request.delivery.stream))
         tokens = flight.prompt_tokens + len(prompts) * sampling.max_tokens * (decoding.beam_width or decoding.samples)
         gateway.check_room(_num_sequences(request), tokens, visit.request_id)
         visit.charge(tokens)
@@ -343,7 +313,7 @@ class AnswerApp:
             for record in records:
                 group.create_task(offer(record))
 
-    async def _reply(self, send: Send, writer: Writer, visit: _Visit, decoding: Decoding) -> None:
+    async def _reply(self, send: Send, writer: Writer, visit: Visit, decoding: Decoding) -> None:
         flight = visit.flight
         pieces: list[list[str]] = [[] for _ in flight.choices]
         while progress := await flight.wait():
@@ -355,7 +325,7 @@ class AnswerApp:
             visit.outcome = "finished"
             visit.answered = True
 
-    async def _stream(self, send: Send, writer: Writer, visit: _Visit) -> None:
+    async def _stream(self, send: Send, writer: Writer, visit: Visit) -> None:
         """Send what has gathered, as fast as the client takes it."""
         flight = visit.flight
         headers = [
@@ -377,7 +347,7 @@ class AnswerApp:
         if flight.client_gone:
             return
         if flight.error is not None:
-            log.warning("a stream broke off: %s", flight.error, extra={"request_id": visit.request_id})
+            log.warning("a stream broke off: %s", flight.error, extra=about(visit.request_id, visit.span.traceparent))
             last, outcome = writer.error(flight.error), "failed"
         else:
             last, outcome = writer.closing(), "finished"
@@ -397,12 +367,3 @@ def _num_sequences(request: Request) -> int:
     """How many the request puts into the queue."""
     prompts = len(request.prompts) if isinstance(request, CompletionRequest) else 1
     return prompts * (1 if request.decoding.beam_width else request.decoding.samples)
-
-
-def _span_attributes(sampling: Sampling, n: int) -> dict[str, Any]:
-    return {
-        "gen_ai.request.max_tokens": sampling.max_tokens,
-        "gen_ai.request.temperature": sampling.temperature,
-        "gen_ai.request.top_p": sampling.top_p,
-        "gen_ai.request.choice.count": n,
-    }

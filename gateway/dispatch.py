@@ -121,10 +121,14 @@ class Dispatch:
         payload = encode(submit)
         deadline_s = time.monotonic() + self._config.submit_timeout_s
         trouble = "no scheduler has been heard of lately"
+        tries = 0
         while not record.owner.flight.over:
             self._mesh_changed.clear()
             epoch = self.mesh.epoch
             if epoch and self.mesh.has_scheduler(time.monotonic()):
+                tries += 1
+                if tries > 1:
+                    self._metrics.resubmits.inc()
                 try:
                     reply = await self._request(self._subjects.submit(submit.model, epoch), payload)
                 except PayloadTooLarge as error:
@@ -157,7 +161,9 @@ class Dispatch:
         self.ledger.close(record.submit.request_id)
 
     async def _request(self, subject: str, payload: bytes) -> SubmitReply:
+        began_s = time.monotonic()
         message = decode(await self._bus.request(subject, payload, REPLY_TIMEOUT_S))
+        self._metrics.submit_seconds.observe(time.monotonic() - began_s)
         if not isinstance(message, SubmitReply):
             raise BadMessage(f"{type(message).__name__} instead of a reply")
         return message

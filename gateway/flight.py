@@ -25,6 +25,7 @@ class Choice:
     text: ChoiceText
     pending: str = ""  # text that was not handed out yet
     waiting: bool = False  # in line to be handed out
+    first_token_s: float = 0.0
     last_token_s: float = 0.0
     log_prob: float = 0.0  # cumulative, once it has ended and where it was asked for
     prompt: PromptReport | None = None  # where the client wants to know something about its prompt
@@ -79,7 +80,8 @@ class Flight:
         finished = choice.text.finish_reason is not None
         if finished:
             self._open -= 1
-            self._metrics.choice_finished(choice.text.finish_reason or "")
+            decode_s = choice.last_token_s - choice.first_token_s
+            self._metrics.choice_finished(choice.text.finish_reason or "", choice.text.num_tokens, decode_s)
         if not text and not finished:
             return
         if not choice.waiting:
@@ -149,4 +151,6 @@ class Flight:
             self._metrics.time_to_first_token.observe(now_s - self.arrival_s)
         if choice.last_token_s:
             self._metrics.inter_token_latency.observe((now_s - choice.last_token_s) / count)
+        else:
+            choice.first_token_s = now_s
         choice.last_token_s = now_s

@@ -1,4 +1,5 @@
-"""The gateway's metrics, declared once. Names are vLLM's where the meaning is the same.
+"""The gateway's metrics, declared once (``docs/metrics.md``). Names are vLLM's where the meaning is the same, and
+those of OpenTelemetry's conventions for generative AI as Prometheus spells them (their status is *development*).
 
 One registry per process object, so that several gateways can live in one test process. Token latencies are booked per
 batch of tokens, not per token, and never inside a decision.
@@ -9,6 +10,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from gateway.lean_metrics import LeanCounter, LeanHistogram
+from observability import conventions as names
 
 TTFT_BUCKETS_S = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
@@ -22,6 +24,18 @@ LATENCY_BUCKETS_S = (
     0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0,
     960.0, 1920.0, 7680.0,
 )  # fmt: skip
+TPOT_BUCKETS_S = (
+    0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
+)  # fmt: skip
+ROUND_TRIP_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+LAG_BUCKETS_S = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+GEN_AI_DURATION_BUCKETS_S = (
+    0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92,
+)  # fmt: skip
+GEN_AI_TTFT_BUCKETS_S = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
+)  # fmt: skip
+GEN_AI_TPOT_BUCKETS_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
 TOKEN_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 
 
@@ -53,8 +67,41 @@ class GatewayMetrics:
         )
         self._model = model
 
-        def labelled(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-            return Histogram(name, text, ["model_name"], buckets=buckets, registry=registry).labels(model)
+        def labelled(name: str, text: str, buckets: tuple[float, ...], unit: str = "") -> Histogram:
+            return Histogram(name, text, ["model_name"], unit=unit, buckets=buckets, registry=registry).labels(model)
+
+        def gen_ai(name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
+            every = ["gen_ai_operation_name", "gen_ai_provider_name", "gen_ai_request_model", *labels]
+            return Histogram(name, text, every, unit="seconds", buckets=buckets, registry=registry)
+
+        self._gen_ai_duration = gen_ai(
+            "gen_ai_server_request_duration_seconds", "From a request's arrival to its end, whichever it is",
+            GEN_AI_DURATION_BUCKETS_S, "error_type",
+        )  # fmt: skip
+        self._gen_ai_ttft = gen_ai(
+            "gen_ai_server_time_to_first_token_seconds", "From arrival to the first token, of answers that finished",
+            GEN_AI_TTFT_BUCKETS_S,
+        )  # fmt: skip
+        self._gen_ai_tpot = gen_ai(
+            "gen_ai_server_time_per_output_token_seconds", "For each token after the first, of answers that finished",
+            GEN_AI_TPOT_BUCKETS_S,
+        )  # fmt: skip
+        self.submit_seconds = Histogram(
+            "headrace_gateway_submit_seconds", "From a submit to the scheduler's reply: both ways over the bus",
+            unit="seconds", buckets=ROUND_TRIP_BUCKETS_S, registry=registry,
+        )  # fmt: skip
+        self.resubmits = Counter(
+            "headrace_gateway_resubmits", "Submits sent again: no reply came, or the scheduler had changed",
+            registry=registry,
+        )  # fmt: skip
+        self.loop_lag_seconds = Histogram(
+            "headrace_gateway_loop_lag_seconds", "How late the event loop woke what was due, seen 4 times a second",
+            unit="seconds", buckets=LAG_BUCKETS_S, registry=registry,
+        )  # fmt: skip
+        self.cached_prompt_tokens = Counter(
+            "vllm:prompt_tokens_cached", "Prompt tokens of finished requests that the prefix cache held",
+            ["model_name"], registry=registry,
+        ).labels(model)  # fmt: skip
 
         self.prompt_tokens = Counter(
             "vllm:prompt_tokens", "Prompt tokens of accepted requests", ["model_name"], registry=registry
@@ -63,17 +110,36 @@ class GatewayMetrics:
             registry, "vllm:generation_tokens", "Tokens generated for clients", ("model_name", model)
         )
         self.time_to_first_token = labelled(
-            "vllm:time_to_first_token_seconds", "From arrival to the first token", TTFT_BUCKETS_S
+            "vllm:time_to_first_token_seconds", "From arrival to the first token", TTFT_BUCKETS_S, "seconds"
         )
         self.inter_token_latency = LeanHistogram(
             registry, "vllm:inter_token_latency_seconds", "Between two tokens of a choice", ("model_name", model),
             ITL_BUCKETS_S,
         )  # fmt: skip
-        self.e2e_latency = labelled("vllm:e2e_request_latency_seconds", "From arrival to the end", LATENCY_BUCKETS_S)
+        self.time_per_output_token = labelled(
+            "vllm:request_time_per_output_token_seconds", "For each token after the first, mean of a finished choice",
+            TPOT_BUCKETS_S, "seconds",
+        )  # fmt: skip
+        self.e2e_latency = labelled(
+            "vllm:e2e_request_latency_seconds", "From arrival to the end", LATENCY_BUCKETS_S, "seconds"
+        )
         self.request_prompt_tokens = labelled("vllm:request_prompt_tokens", "Prompt tokens of a request", TOKEN_BUCKETS)
         self.request_generation_tokens = labelled(
             "vllm:request_generation_tokens", "Tokens generated for a request", TOKEN_BUCKETS
         )
 
-    def choice_finished(self, reason: str) -> None:
+    def choice_finished(self, reason: str, tokens: int, decode_s: float) -> None:
+        """``decode_s``: from its first token to its last."""
         self._success.labels(self._model, reason).inc()
+        if tokens > 1:
+            self.time_per_output_token.observe(decode_s / (tokens - 1))
+
+    def answered(self, operation: str, outcome: str, duration_s: float, ttft_s: float, per_token_s: float) -> None:
+        """The GenAI metrics of one request. ``ttft_s`` and ``per_token_s``: 0 where there was no such token."""
+        labels = (operation, names.PROVIDER, self._model)
+        finished = outcome == "finished"
+        self._gen_ai_duration.labels(*labels, "" if finished else outcome).observe(duration_s)
+        if finished and ttft_s:
+            self._gen_ai_ttft.labels(*labels).observe(ttft_s)
+        if finished and per_token_s:
+            self._gen_ai_tpot.labels(*labels).observe(per_token_s)

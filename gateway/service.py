@@ -26,6 +26,7 @@ from gateway.keys import Keyring, KeysError
 from gateway.metrics import GatewayMetrics
 from gateway.tokenizer import PromptTokenizer
 from observability.listener import InternalListener
+from observability.loop_lag import watch_loop_lag
 from observability.tracing import Tracing
 from shared.bus import Bus, BusUnavailable, NatsBus
 from shared.ids import new_process_id
@@ -105,6 +106,7 @@ async def run_gateway(gateway: Gateway, listener: socket.socket, stop: asyncio.E
             group.create_task(gateway.dispatch.beat_forever()),
             group.create_task(gateway.dispatch.send_forever()),
             group.create_task(gateway.keys.watch_forever()),
+            group.create_task(watch_loop_lag(gateway.metrics.loop_lag_seconds.observe)),
         ]
         http = group.create_task(server.serve(sockets=[listener]))
         stopping = group.create_task(stop.wait())

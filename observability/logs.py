@@ -7,6 +7,23 @@ import logging
 import sys
 import time
 
+from observability.context import trace_id
+
+REQUEST_FIELDS = ("request_id", "trace_id")
+"""What a line about a request carries besides its text; an empty one is left out."""
+
+
+def about(request_id: str, traceparent: str = "") -> dict[str, str]:
+    """The ``extra`` of a log line about a request: its id, and the trace's id where it has one."""
+    return {"request_id": request_id, "trace_id": trace_id(traceparent)}
+
+
+class _TextFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        fields = [f"{key}={getattr(record, key)}" for key in REQUEST_FIELDS if getattr(record, key, "")]
+        text = super().format(record)
+        return f"{text} [{' '.join(fields)}]" if fields and not record.exc_info else text
+
 
 class _JsonFormatter(logging.Formatter):
     def __init__(self, service: str) -> None:
@@ -21,9 +38,9 @@ class _JsonFormatter(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
-        for key in ("request_id", "trace_id"):
-            if hasattr(record, key):
-                line[key] = getattr(record, key)
+        for key in REQUEST_FIELDS:
+            if value := getattr(record, key, ""):
+                line[key] = value
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return json.dumps(line)
@@ -34,7 +51,7 @@ def setup_logging(service: str, level: str) -> None:
     handler = logging.StreamHandler(sys.stderr)
     if sys.stderr.isatty():
         handler.setFormatter(
-            logging.Formatter(f"%(asctime)s {service:<9} %(levelname)-7s %(message)s", datefmt="%H:%M:%S")
+            _TextFormatter(f"%(asctime)s {service:<9} %(levelname)-7s %(message)s", datefmt="%H:%M:%S")
         )
     else:
         handler.setFormatter(_JsonFormatter(service))

@@ -1,54 +1,94 @@
-"""The scheduler's metrics, declared once. vLLM's names where the meaning is the same."""
+"""The scheduler's metrics, declared once (``docs/metrics.md``). vLLM's names where the meaning is the same."""
 
 from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 _PLAN_BUCKETS = (0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05)
-_QUEUE_BUCKETS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160)
+_ROUND_TRIP_BUCKETS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1)
+_LATENCY_BUCKETS = (
+    0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640, 1280, 2560,
+)  # fmt: skip
+
+NEW, PREFILL, RECOMPUTE, PADDING = "new", "prefill", "recompute", "padding"
+"""Kinds of ``headrace_step_tokens_total``."""
 
 
 class SchedulerMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
-        def gauge(name: str, text: str) -> Gauge:
-            return Gauge(name, text, registry=registry)
+        def gauge(name: str, text: str, unit: str = "") -> Gauge:
+            return Gauge(name, text, unit=unit, registry=registry)
 
-        def counter(name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
-            return Counter(name, text, labels, registry=registry)
+        def counter(name: str, text: str, labels: tuple[str, ...] = (), unit: str = "") -> Counter:
+            return Counter(name, text, labels, unit=unit, registry=registry)
 
+        def seconds(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(name, text, unit="seconds", buckets=buckets, registry=registry)
+
+        # --- load ---------------------------------------------------------------------------------------------------
         self.running = gauge("vllm:num_requests_running", "Sequences in a worker's batch")
         self.waiting = gauge("vllm:num_requests_waiting", "Sequences that wait for admission")
         self.preempted = gauge("headrace_num_requests_preempted", "Preempted sequences that wait to resume")
+        self.swapped = gauge("headrace_num_requests_swapped", "Of those, sequences whose KV blocks are in host memory")
+        self.queue_age = gauge(
+            "headrace_queue_age_seconds", "How long the sequence that has waited longest has waited", "seconds"
+        )
+        self.head_wait = gauge(
+            "headrace_worst_head_wait_seconds", "Longest that a head of the queue has been blocked, ever", "seconds"
+        )
+        self.workers = gauge("headrace_workers", "Ready workers")
+        self.leading = gauge("headrace_scheduler_leading", "1 if this scheduler leads its mesh, 0 if it stands by")
+        # --- memory -------------------------------------------------------------------------------------------------
         self.kv_usage = gauge("vllm:kv_cache_usage_perc", "Share of the KV blocks in use (0..1)")
-        self.preemptions = counter("vllm:num_preemptions", "Preemptions")
-        self.preemptions_by_cause = counter("headrace_preemptions", "Preemptions by cause", ("cause",))
-        self.refusals = counter("headrace_refusals", "Submits by outcome other than accepted", ("outcome",))
-        self.ended = counter("headrace_sequences_ended", "Sequences that ended, by reason", ("reason",))
-        self.new_tokens = counter("headrace_new_tokens", "Tokens generated")
-        self.prefill_tokens = counter("headrace_prefill_tokens", "Prompt tokens planned, recomputed ones included")
-        self.recomputed_tokens = counter("headrace_recomputed_tokens", "Tokens computed again after a preemption")
-        self.padding_tokens = counter("headrace_padding_tokens", "Rows planned that stand for nothing")
-        self.idle_slots = counter("headrace_idle_slot_iterations", "Slots that sat idle in a held batch")
+        self.fragmentation = gauge(
+            "headrace_kv_fragmentation_ratio",
+            "Share of the token slots in used blocks that hold no token, of the worker with most (0..1)", "ratio",
+        )  # fmt: skip
+        self.shared_blocks = gauge("headrace_kv_blocks_shared", "KV blocks with two references or more")
+        self.cached_blocks = gauge("headrace_kv_blocks_cached", "KV blocks without a reference whose content is kept")
         self.prefix_queries = counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache")
         self.prefix_hits = counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache")
         self.resumed_hits = counter("headrace_resumed_hits", "Tokens that preempted sequences found again")
-        self.bypasses = counter("headrace_bypasses", "Admissions past a head that did not fit in memory")
-        self.forks = counter("headrace_forks", "Choices and beams that joined by sharing another's blocks")
         self.page_copies = counter("headrace_page_copies", "Blocks copied on write")
         self.swapped_out = counter("headrace_kv_blocks_swapped_out", "KV blocks moved to host memory")
         self.swapped_in = counter("headrace_kv_blocks_swapped_in", "KV blocks moved back from host memory")
+        # --- decisions ----------------------------------------------------------------------------------------------
+        step_tokens = counter(
+            "headrace_step_tokens",
+            "What iterations were spent on: tokens generated (new), prompt tokens computed (prefill), tokens computed "
+            "again after a preemption (recompute), rows that stand for nothing (padding)",
+            ("kind",), "tokens",
+        )  # fmt: skip
+        self.step_tokens = {kind: step_tokens.labels(kind) for kind in (NEW, PREFILL, RECOMPUTE, PADDING)}
+        self.preemptions = counter("vllm:num_preemptions", "Preemptions")
+        self.preemptions_by_cause = counter("headrace_preemptions", "Preemptions by cause", ("cause",))
+        self.bypasses = counter("headrace_bypasses", "Admissions past a head that did not fit in memory")
+        self.forks = counter("headrace_forks", "Choices and beams that joined by sharing another's blocks")
+        self.idle_slots = counter("headrace_idle_slot_iterations", "Slots that sat idle in a held batch, by iteration")
+        self.refusals = counter("headrace_refusals", "Submits by outcome other than accepted", ("outcome",))
+        self.ended = counter("headrace_sequences_ended", "Sequences that ended, by reason", ("reason",))
         self.deadline_drops = counter("headrace_deadline_drops", "Sequences dropped: deadline out of reach")
-        self.shared_blocks = gauge("headrace_kv_blocks_shared", "KV blocks with two references or more")
-        self.cached_blocks = gauge("headrace_kv_blocks_cached", "KV blocks without a reference whose content is kept")
-        self.waste = gauge("headrace_kv_waste_ratio", "Share of the token slots in used blocks without a token (0..1)")
-        self.head_wait = gauge("headrace_worst_head_wait_seconds", "Longest that a blocked head has waited")
-        self.plan_seconds = Histogram(
-            "headrace_plan_seconds", "Time to decide one plan", buckets=_PLAN_BUCKETS, registry=registry
+        # --- time ---------------------------------------------------------------------------------------------------
+        self.queue_seconds = seconds(
+            "vllm:request_queue_time_seconds", "From submit to first admission", _LATENCY_BUCKETS
         )
-        self.queue_seconds = Histogram(
-            "vllm:request_queue_time_seconds", "From submit to admission", buckets=_QUEUE_BUCKETS, registry=registry
+        self.prefill_seconds = seconds(
+            "vllm:request_prefill_time_seconds", "From first admission to the first token", _LATENCY_BUCKETS
         )
+        self.decode_seconds = seconds(
+            "vllm:request_decode_time_seconds", "From the first token to the last", _LATENCY_BUCKETS
+        )
+        self.plan_seconds = seconds("headrace_plan_seconds", "Time to decide one plan", _PLAN_BUCKETS)
+        self.apply_seconds = seconds("headrace_apply_seconds", "Time to take in one result", _PLAN_BUCKETS)
+        self.round_trip_seconds = seconds(
+            "headrace_bus_round_trip_seconds",
+            "From a plan sent to an idle worker to its result, less the iteration itself: both ways over the bus, "
+            "encoding and event loops included",
+            _ROUND_TRIP_BUCKETS,
+        )
+        # --- losses -------------------------------------------------------------------------------------------------
         self.resent_plans = counter("headrace_plans_resent", "Plans sent again because their result was missing")
-        self.workers = gauge("headrace_workers", "Ready workers")
         self.workers_lost = counter("headrace_workers_lost", "Workers lost, by cause", ("cause",))
+        for cause in ("silence", "stuck", "restart", "fault"):
+            self.workers_lost.labels(cause)  # at 0 from the start: the first loss must show as an increase
         self.bad_messages = counter("headrace_bad_messages", "Bytes on the bus that were no message")

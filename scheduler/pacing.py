@@ -31,6 +31,7 @@ class WorkerLink:
     step_began: float = 0.0  # when the oldest plan in flight is thought to have begun
     sent_at: float = 0.0
     resends: int = 0  # of the oldest plan
+    alone: bool = False  # the oldest plan went to an idle worker, at ``sent_at``: what it takes tells the bus's way
     timer: asyncio.TimerHandle | None = None
 
     def close(self) -> None:
@@ -72,6 +73,10 @@ class PlanSender:
 
     def settle(self, link: WorkerLink, result: StepResult) -> None:
         """A result was applied: its plan need not be kept, and the next step begins about now."""
+        if link.alone and link.sent and link.sent[0][0] == result.step and not link.resends:
+            way_s = time.monotonic() - link.sent_at - result.forward_us / 1e6
+            self._metrics.round_trip_seconds.observe(max(0.0, way_s))
+        link.alone = False
         link.seen = link.sent_at = link.step_began = time.monotonic()
         link.resends = 0
         while link.sent and link.sent[0][0] <= result.step:
@@ -123,6 +128,7 @@ class PlanSender:
         payload = encode(plan)
         if not link.sent:
             link.step_began = link.sent_at = time.monotonic()
+            link.alone = True
         link.sent.append((plan.step, payload))
         self._post(self._subjects.step(worker), payload)
         return True

@@ -2,27 +2,41 @@
 
 from __future__ import annotations
 
+import dataclasses
+import logging
+import time
 from collections.abc import Callable, Iterable
 
 import msgspec
 
+from observability import conventions as names
+from observability.context import is_sampled
+from observability.logs import about
 from observability.tracing import Tracing
 from scheduler.core.admissible import max_model_len
 from scheduler.core.core import SchedulerCore
 from scheduler.core.events import CoreEvent, Counters, Ended, Failed, Found, Preempted
 from scheduler.core.figures import memory_figures
 from scheduler.core.sequence import Sequence
-from scheduler.metrics import SchedulerMetrics
-from shared.messages import ModelInfo, RequestEvent, SchedulerBeat, TokenBatch, TokenEntry, encode
+from scheduler.metrics import NEW, PADDING, PREFILL, RECOMPUTE, SchedulerMetrics
+from scheduler.spans import spans_of
+from shared.flight_record import ChoiceTrace
+from shared.messages import EndReason, ModelInfo, RequestEvent, SchedulerBeat, TokenBatch, TokenEntry, encode
 from shared.subjects import Subjects
+
+log = logging.getLogger("headrace.scheduler")
+
+ChoiceOf = Callable[[str, int], ChoiceTrace | None]
+"""What is remembered of a (request, choice)."""
 
 
 class Reporter:
-    """``post(subject, payload)`` sends; ``unix_offset_ns`` turns the core's monotonic times into unix times."""
+    """``post(subject, payload)`` sends; ``unix_offset_ns`` turns the core's monotonic times into unix times;
+    ``choice_of`` has been told of whatever this is told of."""
 
     def __init__(
         self, core: SchedulerCore, subjects: Subjects, post: Callable[[str, bytes], None], metrics: SchedulerMetrics,
-        tracing: Tracing, unix_offset_ns: int,
+        tracing: Tracing, unix_offset_ns: int, choice_of: ChoiceOf = lambda request_id, choice: None,
     ) -> None:  # fmt: skip
         self._core = core
         self._subjects = subjects
@@ -30,6 +44,7 @@ class Reporter:
         self._metrics = metrics
         self._tracing = tracing
         self._unix_offset_ns = unix_offset_ns
+        self._choice_of = choice_of
         self._counted = Counters()
 
     def carry_out(self, events: Iterable[CoreEvent]) -> None:
@@ -43,15 +58,27 @@ class Reporter:
                 )
                 self._post(self._subjects.event(submit.gateway), encode(message))
                 self._metrics.ended.labels("failed").inc()
-                self._trace(event.sequence, event.now_ns)
+                log.warning(
+                    "request %s, choice %d, %s: %s", submit.request_id, choice, event.kind, event.reason,
+                    extra=about(submit.request_id, submit.traceparent),
+                )  # fmt: skip
+                self._book(event.sequence, event.now_ns)
+                self._trace(event.sequence, event.now_ns, EndReason.FAILED, event.kind)
             elif isinstance(event, Found):
                 self._post(self._subjects.tokens(event.submit.gateway), encode(self._found(event)))
             elif isinstance(event, Ended):
                 self._metrics.ended.labels(event.reason).inc()
-                self._trace(event.sequence, event.now_ns)
+                self._book(event.sequence, event.now_ns, event.reason)
+                self._trace(event.sequence, event.now_ns, event.reason)
             elif isinstance(event, Preempted):
                 self._metrics.preemptions.inc()
                 self._metrics.preemptions_by_cause.labels(event.cause).inc()
+                if log.isEnabledFor(logging.DEBUG):
+                    log.debug(
+                        "request %s, choice %d, is preempted (%s) for %s",
+                        event.sequence.request_id, event.sequence.choice, event.cause, event.by,
+                        extra=about(event.sequence.request_id, event.sequence.submit.traceparent),
+                    )  # fmt: skip
 
     def _found(self, found: Found) -> TokenBatch:
         """A search's result in the form in which a worker's tokens come: a gateway need not know the difference."""
@@ -64,18 +91,34 @@ class Reporter:
         ]  # fmt: skip
         return TokenBatch(self._core.epoch, "", 0, 0, entries)
 
-    def _trace(self, sequence: Sequence, now: int) -> None:
+    def _book(self, sequence: Sequence, now: int, reason: str = "") -> None:
         admitted = sequence.admitted_ns or now
         self._metrics.queue_seconds.observe((admitted - sequence.submitted_ns) / 1e9)
-        self._tracing.record(
-            "queue", sequence.submitted_ns + self._unix_offset_ns, admitted + self._unix_offset_ns,
-            sequence.submit.traceparent,
-            {
-                "headrace.request_id": sequence.request_id,
-                "headrace.choice": sequence.choice,
-                "headrace.preemptions": sequence.preemptions,
-            },
-        )  # fmt: skip
+        if reason in (EndReason.STOP, EndReason.LENGTH) and sequence.first_token_ns:
+            self._metrics.prefill_seconds.observe((sequence.first_token_ns - admitted) / 1e9)
+            self._metrics.decode_seconds.observe((now - sequence.first_token_ns) / 1e9)
+
+    def _trace(self, sequence: Sequence, now: int, reason: str, kind: str = "") -> None:
+        """``kind``: of a failure."""
+        traceparent = sequence.submit.traceparent
+        if not self._tracing.enabled or not is_sampled(traceparent):
+            return
+        common: dict[str, str | int] = {
+            names.REQUEST_ID: sequence.request_id,
+            names.CHOICE: sequence.choice,
+            names.PREEMPTIONS: sequence.preemptions,
+            names.END_REASON: kind or reason,
+        }
+        choice = self._choice_of(sequence.request_id, sequence.choice)
+        if choice is None:  # a beam that joined later
+            choice = ChoiceTrace(sequence.choice, sequence.causes)
+            now = sequence.admitted_ns or now
+        offset = self._unix_offset_ns
+        for span in spans_of(choice, sequence.submitted_ns, now, kind, lost=kind == "lost"):
+            self._tracing.record(
+                span.name, span.start_ns + offset, span.end_ns + offset, traceparent, {**common, **span.attributes},
+                [(name, at + offset, attributes) for name, at, attributes in span.events], span.error,
+            )  # fmt: skip
 
     def beat(self, scheduler: str, draining: bool) -> SchedulerBeat:
         """The scheduler's presence: epoch, models with their limits and queues, load.
@@ -125,20 +168,27 @@ class Reporter:
         metrics.running.set(core.num_running)
         metrics.waiting.set(core.num_waiting)
         metrics.preempted.set(core.num_preempted)
+        metrics.swapped.set(core.num_swapped)
+        oldest = core.oldest_waiting_ns
+        metrics.queue_age.set((time.monotonic_ns() - oldest) / 1e9 if oldest else 0.0)
         metrics.workers.set(len(core.workers))
         total = sum(worker.pool.num_blocks for worker in core.workers.values())
         used = sum(worker.pool.num_used for worker in core.workers.values())
         figures = [memory_figures(worker) for worker in core.workers.values()]
         metrics.shared_blocks.set(sum(one.shared for one in figures))
         metrics.cached_blocks.set(sum(one.cached for one in figures))
-        metrics.waste.set(max((one.waste_share for one in figures), default=0.0))
+        metrics.fragmentation.set(max((one.waste_share for one in figures), default=0.0))
         metrics.head_wait.set(core.counters.worst_head_wait_ns / 1e9)
         metrics.kv_usage.set(used / total if total else 0.0)
+        before, now = self._counted, dataclasses.replace(core.counters)
+        self._counted = now
+        tokens = metrics.step_tokens
+        recomputed = now.recomputed_tokens - before.recomputed_tokens
+        tokens[NEW].inc(now.new_tokens - before.new_tokens)
+        tokens[PREFILL].inc(max(0, now.prefill_tokens - before.prefill_tokens - recomputed))
+        tokens[RECOMPUTE].inc(recomputed)
+        tokens[PADDING].inc(now.padding_tokens - before.padding_tokens)
         for counter, name in (
-            (metrics.new_tokens, "new_tokens"),
-            (metrics.prefill_tokens, "prefill_tokens"),
-            (metrics.recomputed_tokens, "recomputed_tokens"),
-            (metrics.padding_tokens, "padding_tokens"),
             (metrics.idle_slots, "idle_slot_iterations"),
             (metrics.prefix_queries, "prefix_queries"),
             (metrics.prefix_hits, "prefix_hits"),
@@ -150,6 +200,4 @@ class Reporter:
             (metrics.swapped_out, "swapped_out"),
             (metrics.swapped_in, "swapped_in"),
         ):
-            total_now = getattr(core.counters, name)
-            counter.inc(total_now - getattr(self._counted, name))
-            setattr(self._counted, name, total_now)
+            counter.inc(getattr(now, name) - getattr(before, name))

@@ -13,6 +13,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from observability.context import is_sampled
 from shared.messages import EndReason, Sampling, SlotStart, StepPlan, TokenEntry, TokenLogprob, unpack_tokens
 from worker.token_counts import TokenCounts
 
@@ -55,8 +56,10 @@ class Slot:
     cached: int  # prompt tokens that the prefix cache held when it joined; -1: it joined with generated tokens
     ended: str = ""  # an EndReason once it has ended
     log_prob: float = 0.0  # cumulative, where Sampling.want_score asks for it
+    traced: bool = False  # whoever caused it wants spans
     first_row_ns: int = 0  # when its first row ran: for spans
     first_token_ns: int = 0
+    chunks: list[tuple[int, int, int]] = field(default_factory=list)  # (unix ns, step, prompt tokens), where traced
     counts: TokenCounts | None = None  # where penalties look at them; the sampler's
     guide: Guide | None = None  # where Sampling.grammar asks; the sampler's
     bias: Bias | None = None  # where Sampling.logit_bias asks; the sampler's
@@ -271,6 +274,7 @@ class Batch:
             sampling=start.sampling,
             prompt_index=start.prompt_index,
             traceparent=start.traceparent,
+            traced=is_sampled(start.traceparent),
             prompt_len=start.prompt_len,
             tokens=unpack_tokens(start.tokens) if parent is None else list(parent.tokens),
             computed=start.computed,

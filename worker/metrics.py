@@ -1,4 +1,4 @@
-"""The worker's metrics, declared once."""
+"""The worker's metrics, declared once. ``docs/metrics.md`` lists them."""
 
 from __future__ import annotations
 
@@ -6,30 +6,41 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 _STEP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4)
 _GAP_BUCKETS = (0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5)
+_BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024)
+_TOKEN_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
 class WorkerMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.step_seconds = Histogram(
-            "headrace_step_seconds", "Duration of an iteration, from plan to sampled tokens",
-            buckets=_STEP_BUCKETS, registry=registry,
-        )  # fmt: skip
-        self.idle_gap_seconds = Histogram(
-            "headrace_idle_gap_seconds", "How long the step loop was blocked for want of a plan while work waited",
-            buckets=_GAP_BUCKETS, registry=registry,
-        )  # fmt: skip
-        self.busy_seconds = Counter("headrace_worker_busy_seconds", "Time spent in iterations", registry=registry)
-        self.step_tokens = Counter(
-            "headrace_step_tokens", "Rows of the forward passes by kind", ["kind"], registry=registry
+        def counter(name: str, text: str, labels: tuple[str, ...] = (), unit: str = "") -> Counter:
+            return Counter(name, text, labels, unit=unit, registry=registry)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...], unit: str = "") -> Histogram:
+            return Histogram(name, text, unit=unit, buckets=buckets, registry=registry)
+
+        self.step_seconds = histogram(
+            "headrace_step_seconds", "Duration of an iteration, from plan to sampled tokens", _STEP_BUCKETS, "seconds"
         )
+        self.idle_gap_seconds = histogram(
+            "headrace_idle_gap_seconds", "How long the step loop was blocked for want of a plan while work waited",
+            _GAP_BUCKETS, "seconds",
+        )  # fmt: skip
+        self.busy_seconds = counter(
+            "headrace_worker_busy_seconds", "Time spent in iterations; its rate is the busy share", unit="seconds"
+        )
+        self.batch_size = histogram("headrace_batch_size", "Sequences in an iteration", _BATCH_BUCKETS)
+        self.iteration_tokens = histogram(
+            "vllm:iteration_tokens_total", "Tokens computed in an iteration, padding included", _TOKEN_BUCKETS
+        )
+        rows = counter("headrace_worker_rows", "Rows of the forward passes by kind", ("kind",))
+        self.rows = {kind: rows.labels(kind) for kind in ("prefill", "decode", "padding")}
         self.slots = Gauge("headrace_worker_slots", "Sequences in the batch that have not ended", registry=registry)
         self.kv_bytes_copied = Gauge(
-            "headrace_kv_bytes_copied", "KV bytes copied since start; joining and leaving copy none", registry=registry
-        )
-        self.stale_plans = Counter(
-            "headrace_stale_plans", "Plans ignored: of an older epoch or another incarnation", registry=registry
-        )
-        self.plan_gaps = Counter("headrace_plan_gaps", "Times a plan was missing and asked for", registry=registry)
-        self.results_resent = Counter("headrace_results_resent", "Results sent again on request", registry=registry)
-        self.faults = Counter("headrace_step_faults", "Iterations that failed and lost their batch", registry=registry)
-        self.bad_messages = Counter("headrace_bad_messages", "Bytes on the bus that were no message", registry=registry)
+            "headrace_kv_copied_bytes", "KV bytes copied since start; joining and leaving copy none", unit="bytes",
+            registry=registry,
+        )  # fmt: skip
+        self.stale_plans = counter("headrace_stale_plans", "Plans ignored: of an older epoch or another incarnation")
+        self.plan_gaps = counter("headrace_plan_gaps", "Times a plan was missing and asked for")
+        self.results_resent = counter("headrace_results_resent", "Results sent again on request")
+        self.faults = counter("headrace_step_faults", "Iterations that failed and lost their batch")
+        self.bad_messages = counter("headrace_bad_messages", "Bytes on the bus that were no message")

@@ -11,7 +11,6 @@ from shared.bus import Bus
 from shared.lifecycle import ServiceFault
 from shared.messages import (
     BadMessage,
-    EndReason,
     Reset,
     RollCall,
     StepPlan,
@@ -25,11 +24,12 @@ from shared.messages import (
 )
 from shared.outbox import Outbox
 from shared.subjects import Subjects
-from worker.batch import Batch, Slot
+from worker.batch import Batch
 from worker.config import WorkerConfig
 from worker.ledger import StepLedger
 from worker.metrics import WorkerMetrics
 from worker.runner import Runner
+from worker.spans import WorkerSpans
 from worker.step_loop import Executed, StepLoop
 
 log = logging.getLogger("headrace.worker")
@@ -51,6 +51,7 @@ class WorkerService:
         self._bus = bus
         self._metrics = metrics
         self._tracing = tracing
+        self._spans = WorkerSpans(tracing, name)
         self._subjects = Subjects(config.mesh)
         self._step_out = Outbox(step_bus)
         self._out = Outbox(bus)
@@ -178,34 +179,19 @@ class WorkerService:
         if executed.plan.backlog:
             self._metrics.idle_gap_seconds.observe(result.gap_us / 1e6)
         prefill = sum(count for _, count in executed.plan.chunks)
-        self._metrics.step_tokens.labels("prefill").inc(prefill)
-        self._metrics.step_tokens.labels("decode").inc(result.rows - prefill - result.padding_rows)
-        self._metrics.step_tokens.labels("padding").inc(result.padding_rows)
+        rows = self._metrics.rows
+        rows["prefill"].inc(prefill)
+        rows["decode"].inc(result.rows - prefill - result.padding_rows)
+        rows["padding"].inc(result.padding_rows)
+        self._metrics.batch_size.observe(len(executed.rows))
+        self._metrics.iteration_tokens.observe(result.rows)
         self._metrics.kv_bytes_copied.set(result.kv_bytes_copied)
         if self._loop is not None:
             self._metrics.slots.set(self._loop.num_slots)
             if not self._loop.num_slots:
                 self._quiet.set()
-        if executed.finished and self._tracing.enabled:
-            now = time.time_ns()
-            for slot in executed.finished:
-                self._trace(slot, now)
-
-    def _trace(self, slot: Slot, now: int) -> None:
-        attributes: dict[str, str | int] = {
-            "headrace.request_id": slot.request_id,
-            "headrace.choice": slot.choice,
-            "headrace.worker": self._name,
-        }
-        self._tracing.record(
-            "prefill", slot.first_row_ns, slot.first_token_ns, slot.traceparent,
-            attributes | {"gen_ai.usage.input_tokens": slot.prompt_len},
-        )  # fmt: skip
-        self._tracing.record(
-            "decode", slot.first_token_ns, now, slot.traceparent,
-            attributes | {"gen_ai.usage.output_tokens": slot.generated, "headrace.end_reason": slot.ended},
-            error=slot.ended if slot.ended == EndReason.FAILED else "",
-        )  # fmt: skip
+        if self._tracing.enabled:
+            self._spans.executed(executed)
 
     # --- presence ---------------------------------------------------------------------------------------------------
 

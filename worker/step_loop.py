@@ -15,20 +15,27 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from shared.messages import StepPlan, StepResult, TokenEntry
-from worker.batch import Batch, Sampled, Slot
+from worker.batch import Batch, Row, Sampled, Slot
 from worker.runner import Runner
 
 log = logging.getLogger("headrace.worker")
 
+MOST_CHUNKS = 128
+"""Chunks of one prompt that are remembered for its span."""
+
 
 @dataclass(slots=True)
 class Executed:
-    """One executed step. ``entries`` are grouped by gateway; ``finished`` slots ended in this step."""
+    """One executed step. ``entries`` are grouped by gateway; ``finished`` slots ended in this step; ``dropped`` ones
+    left before it without an end of their own (preempted or cancelled)."""
 
     plan: StepPlan
     result: StepResult
     entries: dict[str, list[TokenEntry]]
     finished: list[Slot] = field(default_factory=list)
+    dropped: list[Slot] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
+    began_ns: int = 0  # unix
     fault: str = ""
     skipped: bool = False  # with ``fault``: it did not run, since an earlier step had failed
 
@@ -101,12 +108,14 @@ class StepLoop:
         self.executing = plan.step
         started = time.perf_counter_ns()
         batch = self._batch
+        began_ns = time.time_ns()
+        slots = batch.slots
+        dropped = [slots[index] for index in plan.drops if index in slots and not slots[index].ended]
         try:
             step = batch.stage(plan)
-            now = time.time_ns()
             for row in step.rows:
                 if not row.slot.first_row_ns:
-                    row.slot.first_row_ns = now
+                    row.slot.first_row_ns = began_ns
             moves = step.copies or step.swap_outs or step.swap_ins
             sampled = self._runner.forward(batch, step) if step.rows or moves else Sampled([])
             settled = batch.settle(plan, sampled)
@@ -117,6 +126,9 @@ class StepLoop:
             self._broken = True
             return _failed(plan, f"{type(error).__name__}: {error}")
         ended_ns = time.time_ns()
+        for index, tokens in plan.chunks:
+            if slots[index].traced and len(slots[index].chunks) < MOST_CHUNKS:
+                slots[index].chunks.append((ended_ns, plan.step, tokens))
         grouped: dict[str, list[TokenEntry]] = {}
         finished: list[Slot] = []
         for slot, entry in settled.entries:
@@ -144,9 +156,9 @@ class StepLoop:
             candidates=settled.candidates,
             swap_us=self._runner.swap_us if moves else 0,
         )
-        return Executed(plan, result, grouped, finished)
+        return Executed(plan, result, grouped, finished, dropped, step.rows, began_ns)
 
 
 def _failed(plan: StepPlan, reason: str, skipped: bool = False) -> Executed:
     nothing = StepResult(plan.epoch, plan.worker, plan.incarnation, plan.step, [])
-    return Executed(plan, nothing, {}, [], reason, skipped)
+    return Executed(plan, nothing, {}, fault=reason, skipped=skipped)

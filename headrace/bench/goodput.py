@@ -98,7 +98,7 @@ def load_figures(window: Window) -> LoadFigures:
     ]
     ttft_ms = [one.ttft_s * 1e3 for one in window.taken if one.text_s and inside(one.text_s[0])]
     steps = grown("headrace_step_seconds_count")
-    rows = grown("headrace_step_tokens_total")
+    rows = grown("headrace_worker_rows_total")
     workers = max(1.0, last.metrics.get("headrace_workers", 1.0))
     cpu = {name: (last.cpu_s[name] - first.cpu_s.get(name, 0.0)) / seconds for name in last.cpu_s}
     preemptions = grown("vllm:num_preemptions_total")
@@ -120,7 +120,7 @@ def load_figures(window: Window) -> LoadFigures:
         failed=len(failed),
         preemptions=round(preemptions),
         restarts=round(preemptions - grown("headrace_num_requests_preempted")),
-        recomputed_tokens=round(grown("headrace_recomputed_tokens_total")),
+        recomputed_tokens=round(grown('headrace_step_tokens_total{kind="recompute"}')),
         most_waiting=round(max(sample.metrics.get("vllm:num_requests_waiting", 0.0) for sample in window.samples)),
         gateway_rss_before_mib=window.before.gateway_rss_bytes / MIB,
         gateway_rss_after_mib=last.gateway_rss_bytes / MIB,
@@ -130,7 +130,7 @@ def load_figures(window: Window) -> LoadFigures:
         busy_share=grown("headrace_step_seconds_sum") / seconds / workers,
         step_mean_ms=grown("headrace_step_seconds_sum") / steps * 1e3 if steps else 0.0,
         rows_per_step=rows / steps if steps else 0.0,
-        prefill_share=grown('headrace_step_tokens_total{kind="prefill"}') / rows if rows else 0.0,
+        prefill_share=grown('headrace_worker_rows_total{kind="prefill"}') / rows if rows else 0.0,
         kv_usage=sum(sample.metrics.get("vllm:kv_cache_usage_perc", 0.0) for sample in window.samples)
         / len(window.samples),
         tokens_per_piece=per_piece,

@@ -74,6 +74,11 @@ class CoreState:
             0 < limits.max_num_queued_tokens <= self.waiting_tokens
         )
 
+    @property
+    def queues(self) -> dict[str, WaitingQueue]:
+        """By model."""
+        return {name: model.queue for name, model in self._models.items()}
+
     def queue_of(self, model: str) -> QueueFigures:
         """What waits for one model."""
         state = self._models[model]
@@ -84,12 +89,22 @@ class CoreState:
         return QueueFigures(waiting, state.queue.tokens, state.rate.per_s)
 
     @property
+    def oldest_waiting_ns(self) -> int:
+        """When the sequence that has waited longest was submitted; 0 if none waits."""
+        return min((model.queue.oldest_ns for model in self._models.values() if model.queue), default=0)
+
+    @property
     def num_running(self) -> int:
         return sum(len(worker.running) for worker in self.workers.values())
 
     @property
     def num_preempted(self) -> int:
         return sum(len(worker.preempted) for worker in self.workers.values())
+
+    @property
+    def num_swapped(self) -> int:
+        """Preempted sequences whose blocks are in host memory."""
+        return sum(bool(sequence.swapped) for worker in self.workers.values() for sequence in worker.preempted)
 
     def sequences_of(self, request_id: str) -> list[Sequence]:
         """The choices of a request (the beams of a search) that are remembered."""

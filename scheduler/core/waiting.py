@@ -83,6 +83,19 @@ class WaitingQueue:
         if self.blocked is sequence:
             self.blocked = None
 
+    @property
+    def oldest_ns(self) -> int:
+        """When the sequence that has waited longest was submitted; 0 if none waits. It is the first of some tenant."""
+        return min(
+            (
+                fifo.by_key[fifo.keys[0]].submitted_ns
+                for tenants in self._classes.values()
+                for fifo in tenants.values()
+                if fifo.keys
+            ),
+            default=0,
+        )
+
     def head(self, now: int) -> Sequence | None:
         return next(self.order(now), None)
 
@@ -129,6 +142,12 @@ class WaitingQueue:
                 if sequence is not self.blocked and sequence.submit.attempt == 1:
                     cost = self._fairness.input_cost(tenant, len(sequence.tokens))
                 heapq.heappush(turn, (counter + cost, tenant, index + 1))
+
+    def lines(self) -> Iterator[tuple[int, str, int, Sequence]]:
+        """(priority, tenant, how many wait, the first of them) of each line. Costs by lines, not by who waits."""
+        for priority, tenants in self._classes.items():
+            for tenant, fifo in tenants.items():
+                yield priority, tenant, len(fifo.keys), fifo.by_key[fifo.keys[0]]
 
     def surely_ahead(self, priority: int, tenant: str) -> int:
         """How many come before a newcomer: those of better classes, and its tenant's in its own class."""
