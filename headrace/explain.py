@@ -13,7 +13,7 @@ from typing import Any
 
 from headrace.text_table import table
 from observability.explanation import Interval
-from observability.explanation_page import lines
+from observability.explanation_text import lines
 from shared.config import Parser
 
 TIMEOUT_S = 15.0
@@ -33,6 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     made.add_argument(
         "--scheduler", default="http://127.0.0.1:9401", metavar="URL", help="the scheduler's internal listener"
     )
+    made.add_argument("--full", action="store_true", help="show each interval, however many; else they are folded")
     made.add_argument("--json", action="store_true", help="print JSON")
     args = made.parse_args(argv)
     if bool(args.request) == bool(args.slowest) or args.slowest < 0:
@@ -43,7 +44,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.json:
         print(json.dumps(found, indent=2))
     elif args.request:
-        print("\n".join(lines(found, _intervals(found), shutil.get_terminal_size((110, 24)).columns)))
+        width = shutil.get_terminal_size((110, 24)).columns
+        print("\n".join(lines(found, _intervals(found), found["slow_gaps"], width, args.full)))
+        if found["siblings"]:
+            print(
+                f"\none of {len(found['siblings']) + 1} prompts in one call; the others: {' '.join(found['siblings'])}"
+            )
     else:
         print(_listed(found))
     return 0
@@ -57,7 +63,11 @@ def _fetch(parser: Parser, url: str, request_id: str) -> Any:
             return json.load(answer)
     except urllib.error.HTTPError as error:
         if error.code == 404 and request_id:
-            print(f"headrace explain: no request {request_id!r} is remembered (see --slowest)", file=sys.stderr)
+            try:
+                why = json.load(error)["error"]
+            except (ValueError, KeyError, TypeError):
+                why = f"no request {request_id!r} is remembered"
+            print(f"headrace explain: {why} (see --slowest)", file=sys.stderr)
             raise SystemExit(1) from None
         parser.error(f"{url}: {error}")
     except (OSError, ValueError) as error:
@@ -70,7 +80,8 @@ def _intervals(found: dict[str, Any]) -> list[Interval]:
     made = []
     for one in found["intervals"]:
         at = begin + round(one["at_ms"] * 1e6)
-        made.append(Interval(at, at + round(one["ms"] * 1e6), one["stage"], one["cause"], one["by"]))
+        words = (one["stage"], one["cause"], one["by"], one["note"])
+        made.append(Interval(at, at + round(one["ms"] * 1e6), *words, one["steps"], one["tokens"], one["others"]))
     return made
 
 

@@ -7,15 +7,16 @@ next begins, so that they add up to the measured time exactly; what the clocks o
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
-from shared.flight_record import AnswerTrace, ChoiceTrace, Report, Stay, StepTrace
+from shared.flight_record import AnswerTrace, ChoiceTrace, Report, RequestTrace, Stay, StepTrace
 
 SLOW = 1.5
 """A decode step that takes so many times the usual one is told apart, with what was in it."""
 
 LACKS = {
+    "turn": "others are before it",
     "slots": "every place in the batch is taken",
     "blocks": "no KV blocks for it",
     "head": "it would hold up the blocked head of the queue",
@@ -29,13 +30,23 @@ LACKS = {
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """``stage``: where the request was; ``cause``: why it took time there; ``by``: the request in its way, if one."""
+    """``stage``: where the request was; ``cause``: why it took time there; ``by``: the request in its way, if one.
+
+    ``steps`` iterations are in it, with ``tokens`` prompt tokens of its own and ``others`` of other requests. Where it
+    is a single one, ``step`` is that, and ``token`` tells that a token of the request came at its end.
+    """
 
     begin_ns: int
     end_ns: int
     stage: str
     cause: str = ""
     by: str = ""
+    note: str = ""  # what holds for all of it
+    steps: int = 0
+    tokens: int = 0
+    others: int = 0
+    step: StepTrace | None = None
+    token: bool = False
 
     @property
     def ms(self) -> float:
@@ -44,20 +55,32 @@ class Interval:
 
 def explain(report: Report) -> list[Interval]:
     """The life of the request's last choice to end, which is what its client waited for. Times are unix ns."""
+    return joined(pieces(report))
+
+
+def pieces(report: Report) -> list[Interval]:
+    """The same, iteration by iteration."""
     found: list[Interval] = []
     request = report.request
     answer = request.answer if request is not None else None
-    offset = report.unix_offset_ns
     if answer is not None:
         found += _before(answer)
     if request is not None:
-        choice = max(request.choices.values(), key=lambda one: (one.ended_ns or 1 << 62, one.choice))
+        choice = last_choice(request)
         end_ns = choice.ended_ns or max((one.result_ns for one in report.steps), default=request.submitted_ns)
-        life = list(_life(request.request_id, choice, request.submitted_ns, end_ns, report.steps))
-        found += [Interval(one.begin_ns + offset, one.end_ns + offset, one.stage, one.cause, one.by) for one in life]
+        offset = report.unix_offset_ns
+        found += [
+            replace(one, begin_ns=one.begin_ns + offset, end_ns=one.end_ns + offset)
+            for one in _life(request, choice, max(request.submitted_ns, end_ns), report.steps)
+        ]
     if answer is not None and answer.finished_ns:
         found += _after(answer, found[-1].end_ns if found else answer.received_ns)
-    return _joined(_contiguous(found))
+    return list(_contiguous(found))
+
+
+def last_choice(request: RequestTrace) -> ChoiceTrace:
+    """The choice that ended last, or still runs."""
+    return max(request.choices.values(), key=lambda one: (one.ended_ns or 1 << 62, one.choice))
 
 
 def by_cause(intervals: Sequence[Interval]) -> list[tuple[str, str, float]]:
@@ -96,25 +119,29 @@ def _after(answer: AnswerTrace, at: int) -> Iterator[Interval]:
 # --- scheduler and worker -------------------------------------------------------------------------------------------
 
 
-def _life(
-    request_id: str, choice: ChoiceTrace, submitted_ns: int, end_ns: int, steps: Sequence[StepTrace]
-) -> Iterator[Interval]:
-    at = submitted_ns
+def _life(request: RequestTrace, choice: ChoiceTrace, end_ns: int, steps: Sequence[StepTrace]) -> Iterator[Interval]:
+    at = request.submitted_ns
     if not choice.stays:
-        yield from _queued("queue", request_id, choice, at, end_ns, steps)
+        yield from _queued("queue", request.request_id, choice, at, end_ns, steps)
         return
     usual = _usual_us(steps)
     left: Stay | None = None
-    for stay in choice.stays:
-        stage = "queue"
-        if left is not None:
-            stage = "preempted"
-        yield from _queued(stage, request_id, choice, at, stay.admitted_ns, steps, left)
+    for number, stay in enumerate(choice.stays):
         until = stay.left_ns or end_ns
-        yield from _ran(request_id, choice.choice, stay, until, steps, usual, again=left is not None)
+        begin = stay.admitted_ns
+        parent = request.choices[min(request.choices)]
+        if stay.forked and not number and parent is not choice:
+            # It joins with the prompt that the first choice computed: until then, that one's life is its own.
+            joined = (one.result_ns for one in steps if (one.worker, one.step) == (stay.worker, stay.first_step))
+            begin = min(next(joined, 0) or until, until)
+            yield from _life(request, parent, begin, steps)
+        else:
+            yield from _queued("preempted" if left else "queue", request.request_id, choice, at, begin, steps, left)
+        yield from _ran(request.request_id, choice, stay, begin, until, steps, usual, again=left is not None)
         at, left = until, stay
-    if at < end_ns:
-        yield from _queued("preempted", request_id, choice, at, end_ns, steps, left)
+        if at >= end_ns:
+            return
+    yield from _queued("preempted", request.request_id, choice, at, end_ns, steps, left)
 
 
 def _queued(
@@ -157,42 +184,47 @@ def _queued(
 
 
 def _ran(
-    request_id: str, number: int, stay: Stay, end: int, steps: Sequence[StepTrace], usual_us: float,
+    request_id: str, choice: ChoiceTrace, stay: Stay, at: int, end: int, steps: Sequence[StepTrace], usual_us: float,
     again: bool,
 ) -> Iterator[Interval]:  # fmt: skip
     """In the batch: step by step, from result to result. ``again``: it comes back after a preemption."""
-    at = stay.admitted_ns
     todo = stay.known - stay.cached
-    kind = "recompute " if again else ""
-    if stay.cached:
-        kind = f"{stay.cached:,} of {stay.known:,} tokens are cached; {kind}"
+    note = f"{stay.cached:,} of {stay.known:,} tokens were cached" if 0 < stay.cached < stay.known else ""
     for one in steps:
-        if one.worker != stay.worker or one.step < stay.first_step or not one.result_ns or at >= end:
+        if one.worker != stay.worker or one.step < stay.first_step or one.result_ns <= at or at >= end:
             continue
         until = min(one.result_ns, end)
-        own = sum(tokens for name, choice, tokens in one.chunks if (name, choice) == (request_id, number))
-        others = [(tokens, name) for name, _, tokens in one.chunks if name != request_id]
-        most = max(others, default=(0, ""))
-        beside = f", beside {sum(tokens for tokens, _ in others):,} prompt tokens of others" if others else ""
-        if todo > 0 and own:
-            yield Interval(at, until, "prefill", f"{kind}{own:,} tokens{beside}", most[1])
-        elif todo > 0:
-            cause = "the token budget went to other prompts" if others else "the token budget went to decodes"
-            yield Interval(at, until, "prefill", cause, most[1])
+        own = sum(tokens for name, number, tokens in one.chunks if (name, number) == (request_id, choice.choice))
+        beside = [(tokens, name) for name, _, tokens in one.chunks if name != request_id]
+        others = sum(tokens for tokens, _ in beside)
+        most = max(beside, default=(0, ""))
+        if todo == 1 and not own:
+            own = 1  # a prompt's last token runs as a decode does
+        if todo > 0:
+            if not own:
+                cause = "the token budget went to other prompts" if others else "the token budget went to decodes"
+            elif again:
+                cause = "recompute after the preemption" + (", beside prompts of others" if others else "")
+            else:
+                cause = "beside prompts of others" if others else ""
+            yield Interval(
+                at, until, "prefill", cause, most[1], note, 1, own, others, one, todo <= own and until == one.result_ns
+            )
         else:
             cause, by = _why_slow(one, until - at, usual_us, most)
-            yield Interval(at, until, "decode", cause, by)
+            yield Interval(at, until, "decode", cause, by, "", 1, 0, others, one, until == one.result_ns)
         todo -= own
         at = until
     if at < end:
-        yield Interval(at, end, "prefill" if todo > 0 else "decode", "the worker's result is awaited")
+        cause = choice.end if choice.end.startswith("lost") else "the worker's result is awaited"
+        yield Interval(at, end, "prefill" if todo > 0 else "decode", cause)
 
 
 def _why_slow(step: StepTrace, took_ns: int, usual_us: float, most: tuple[int, str]) -> tuple[str, str]:
     if not usual_us or took_ns / 1e3 < SLOW * usual_us:
         return "", ""
     if step.prefill:
-        return f"{step.prefill:,} prompt tokens of others in the step", most[1]
+        return "prompt tokens of others in the step", most[1]
     if step.preempted:
         return "preemptions in the step", step.preempted[0][0]
     if step.wait_us > usual_us / 2:
@@ -219,15 +251,22 @@ def _contiguous(found: Sequence[Interval]) -> Iterator[Interval]:
             yield Interval(at, one.begin_ns, "bus")
             at = one.begin_ns
         if end > at:
-            yield Interval(at, end, one.stage, one.cause, one.by)
+            yield replace(one, begin_ns=at, end_ns=end)
         at = max(at, end)
 
 
-def _joined(found: Iterator[Interval]) -> list[Interval]:
-    joined: list[Interval] = []
+def joined(found: Iterable[Interval]) -> list[Interval]:
+    """With neighbours that say the same made one."""
+    made: list[Interval] = []
     for one in found:
-        if joined and (joined[-1].stage, joined[-1].cause, joined[-1].by) == (one.stage, one.cause, one.by):
-            joined[-1] = Interval(joined[-1].begin_ns, one.end_ns, one.stage, one.cause, one.by)
+        last = made[-1] if made else None
+        if last is not None and (last.stage, last.cause, last.by, last.note) == (
+            one.stage, one.cause, one.by, one.note,
+        ):  # fmt: skip
+            made[-1] = replace(
+                last, end_ns=one.end_ns, steps=last.steps + one.steps, tokens=last.tokens + one.tokens,
+                others=last.others + one.others, step=None, token=False,
+            )  # fmt: skip
         else:
-            joined.append(one)
-    return joined
+            made.append(one)
+    return made

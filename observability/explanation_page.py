@@ -1,67 +1,45 @@
-"""An explanation as a page, as JSON, and as lines for a terminal."""
+"""An explanation as a page and as JSON."""
 
 from __future__ import annotations
 
 import html
-import math
 from collections.abc import Sequence
 from typing import Any
+from urllib.parse import quote
 
 from observability.explanation import Interval, by_cause
+from observability.explanation_text import details, duration
+from observability.page_style import STAGES, page
+from observability.phases import Gap, Phase, contents, phases, slow_gaps, usual_gap_ms
 from shared.flight_record import Report, RequestTrace
 
-STAGES = {
-    "receive": "#8e8e93", "tokenise": "#a2845e", "submit": "#8e8e93", "queue": "#ff9f0a", "preempted": "#ff453a",
-    "prefill": "#0a84ff", "decode": "#30d158", "stream": "#64d2ff", "bus": "#8e8e93",
-}  # fmt: skip
-"""Colour of each stage, in pages and pictures."""
+USUAL = {"decode": "at the usual pace", "prefill": "its own prompt"}
+"""Said where there is no cause to name."""
 
-STYLE = """
-:root { color-scheme: light dark; --ink: #1d1d1f; --soft: #6e6e73; --page: #fbfbfd; --card: #fff; --line: #d2d2d7 }
-@media (prefers-color-scheme: dark) {
-  :root { --ink: #f5f5f7; --soft: #a1a1a6; --page: #000; --card: #1c1c1e; --line: #3a3a3c } }
-* { box-sizing: border-box }
-body { margin: 0 auto; max-width: 72rem; padding: 1.5rem; background: var(--page); color: var(--ink);
-  font: 15px/1.45 system-ui, sans-serif }
-h1 { font-size: 1.3rem; margin: 0 0 .2rem } h2 { font-size: 1rem; margin: 1.6rem 0 .5rem }
-a { color: inherit } code { font: 13px ui-monospace, monospace }
-.soft { color: var(--soft) } .num { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap }
-table { border-collapse: collapse; width: 100%; background: var(--card); border: 1px solid var(--line) }
-th, td { padding: .3rem .6rem; text-align: left; border-bottom: 1px solid var(--line); vertical-align: top }
-th { font-weight: 600 }
-.dot { display: inline-block; width: .7em; height: .7em; border-radius: 2px; margin-right: .4em }
-.strip { display: flex; height: 2.2rem; border-radius: 4px; overflow: hidden; border: 1px solid var(--line) }
-.strip span { min-width: 1px } .lane { position: relative; height: .9rem; min-width: 16rem }
-.lane span { position: absolute; height: 100%; min-width: 2px; border-radius: 2px }
-"""
+MOST_ROWS = 2000
+"""Intervals of one phase that the page shows; the JSON has them all."""
 
 
-def page(title: str, body: str, script: str = "") -> bytes:
-    """A whole HTML document."""
-    tail = f"<script>{script}</script>" if script else ""
-    return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" '
-        f'content="width=device-width"><title>{html.escape(title)}</title><style>{STYLE}</style></head>'
-        f"<body>{body}{tail}</body></html>"
-    ).encode()
-
-
-def as_json(report: Report, intervals: Sequence[Interval]) -> dict[str, Any]:
+def as_json(report: Report, pieces: Sequence[Interval], intervals: Sequence[Interval]) -> dict[str, Any]:
     """Everything that the page says, for programs. Times in ms from the beginning."""
     request = report.request
     assert request is not None
     begin = intervals[0].begin_ns if intervals else 0
     return {
         **summary(request),
+        "siblings": report.siblings,
         "begin_unix_ns": begin,
         "total_ms": round(sum(one.ms for one in intervals), 3),
+        "usual_gap_ms": round(usual_gap_ms(pieces), 3),
         "intervals": [
             {
                 "at_ms": round((one.begin_ns - begin) / 1e6, 3), "ms": round(one.ms, 3), "stage": one.stage,
-                "cause": one.cause, "by": one.by,
+                "cause": one.cause, "by": one.by, "note": one.note, "steps": one.steps, "tokens": one.tokens,
+                "others": one.others,
             }
             for one in intervals
         ],
+        "slow_gaps": [_gap_json(gap, begin) for gap in slow_gaps(pieces)],
         "by_cause": [
             {"stage": stage, "cause": cause, "ms": round(ms, 3)} for stage, cause, ms in by_cause(intervals)
         ],
@@ -70,9 +48,17 @@ def as_json(report: Report, intervals: Sequence[Interval]) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _gap_json(gap: Gap, begin_ns: int) -> dict[str, Any]:
+    return {
+        "at_ms": round((gap.begin_ns - begin_ns) / 1e6, 3), "ms": round(gap.ms, 3), "cause": gap.cause, "by": gap.by,
+        "contents": contents(gap.step) if gap.step is not None else "",
+    }  # fmt: skip
+
+
 def summary(request: RequestTrace) -> dict[str, Any]:
     """One request in a list of them."""
     answer = request.answer
+    firsts = [choice.first_token_ns for choice in request.choices.values() if choice.first_token_ns]
     return {
         "request_id": request.request_id,
         "answer_id": answer.answer_id if answer is not None else "",
@@ -85,106 +71,207 @@ def summary(request: RequestTrace) -> dict[str, Any]:
         "preemptions": sum(max(0, len(choice.stays) - 1) for choice in request.choices.values()),
         "live": request.live,
         "end": "; ".join(sorted({choice.end for choice in request.choices.values() if choice.end})),
+        "first_token_ms": round((min(firsts) - request.submitted_ns) / 1e6, 3) if firsts else None,
         "took_ms": round(request.took_ns / 1e6, 3) if not request.live else None,
     }
 
 
-def as_page(report: Report, intervals: Sequence[Interval]) -> bytes:
+def as_page(report: Report, pieces: Sequence[Interval], intervals: Sequence[Interval]) -> bytes:
     """The waterfall of one request."""
     request = report.request
     assert request is not None
     about = summary(request)
     total = sum(one.ms for one in intervals) or 1.0
-    strip = "".join(
-        f'<span style="flex:{one.ms / total:.6f};background:{STAGES.get(one.stage, "#888")}" '
-        f'title="{html.escape(_words(one))}: {_ms(one.ms)}"></span>'
-        for one in intervals
-    )
-    rows, at = [], 0.0
-    for one in intervals:
-        rows.append(
-            f'<tr><td class="num">{_ms(at)}</td><td class="num">{_ms(one.ms)}</td>'
-            f"<td>{_dot(one.stage)}{one.stage}</td>"
-            f'<td>{_cause(one)}</td><td><div class=lane><span style="left:{100 * at / total:.3f}%;'
-            f'width:{100 * one.ms / total:.3f}%;background:{STAGES.get(one.stage, "#888")}"></span></div></td></tr>'
-        )
-        at += one.ms
-    sums = "".join(
-        f'<tr><td class="num">{_ms(ms)}</td><td class="num">{ms / total:.0%}</td><td>{_dot(stage)}{stage}</td>'
-        f"<td>{html.escape(cause)}</td></tr>"
-        for stage, cause, ms in by_cause(intervals)[:12]
-    )
-    ended = "still running" if request.live else f"ended: {html.escape(str(about['end']))}"
-    left_out = f" {report.left_out:,} uneventful steps are not shown." if report.left_out else ""
+    begin = intervals[0].begin_ns if intervals else 0
     body = (
-        f"<h1>Why <code>{html.escape(request.request_id)}</code> took {_ms(total)}</h1>"
-        f"<p class=soft>{about['prompt_tokens']:,} prompt tokens, {about['generated_tokens']:,} generated, "
-        f"{about['preemptions']} preemptions, {ended}. Beginning to end without a gap; hover for causes.{left_out} "
-        f'<a href="/dashboard">dashboard</a> · <a href="/debug/requests?slowest=20">slowest</a> · '
-        f'<a href="?format=json">JSON</a></p>'
-        f"<div class=strip>{strip}</div><h2>Where the time went</h2><table><tr><th class=num>time</th><th class=num>"
-        f"share</th><th>stage</th><th>cause</th></tr>{sums}</table><h2>Step by step</h2><table>"
-        f"<tr><th class=num>at</th><th class=num>for</th><th>stage</th><th>cause</th><th></th></tr>"
-        f"{''.join(rows)}</table>"
+        _nav('<a href="?format=json">JSON</a>')
+        + f"<header><h1><code>{_text(request.request_id)}</code> took {duration(total)}</h1>"
+        f"<p class=soft>{_ending(about)}{_family(about, report)}</p></header>"
+        + _facts(about, pieces)
+        + _strip(intervals, total)
+        + _sums(intervals, total)
+        + _gaps(slow_gaps(pieces), begin, usual_gap_ms(pieces))
+        + _waterfall(intervals, total)
+        + (f"<p class=soft>{report.left_out:,} uneventful steps are not shown.</p>" if report.left_out else "")
     )
-    return page(f"{request.request_id}: {_ms(total)}", body)
+    return page(f"{request.request_id}: {duration(total)}", body)
 
 
 def list_page(requests: Sequence[RequestTrace]) -> bytes:
     """The slowest requests, each with the way to its own page."""
     rows = "".join(
-        f'<tr><td class="num">{_ms(one["took_ms"] or 0.0)}</td>'
-        f'<td><a href="/debug/requests/{one["request_id"]}"><code>{one["request_id"]}</code></a></td>'
+        f'<tr><td class="num">{duration(one["took_ms"] or 0.0)}</td><td>{_link(one["request_id"])}</td>'
+        f"<td>{_text(one['tenant'])}</td>"
+        f'<td class="num">{_first(one["first_token_ms"])}</td>'
         f'<td class="num">{one["prompt_tokens"]:,}</td><td class="num">{one["generated_tokens"]:,}</td>'
-        f'<td class="num">{one["preemptions"]}</td>'
-        f"<td>{html.escape(one['end'])}</td></tr>"
+        f'<td class="num">{one["preemptions"] or ""}</td><td>{_text(one["end"])}</td></tr>'
         for one in map(summary, requests)
     )
     body = (
-        '<h1>The slowest requests</h1><p class=soft>Of those remembered. <a href="/dashboard">dashboard</a></p><table>'
-        "<tr><th class=num>took</th><th>request</th><th class=num>prompt</th><th class=num>generated</th>"
+        _nav()
+        + "<header><h1>The slowest requests</h1><p class=soft>Of those remembered, from a request's head to the last "
+        "byte of its answer.</p></header><table><tr><th class=num>took</th><th>request</th><th>tenant</th>"
+        "<th class=num>first token</th><th class=num>prompt</th><th class=num>generated</th>"
         f"<th class=num>preempted</th><th>end</th></tr>{rows}</table>"
     )
     return page("The slowest requests", body)
 
 
-def lines(about: dict[str, Any], intervals: Sequence[Interval], width: int = 110) -> list[str]:
-    """The waterfall for a terminal of so many columns; ``about`` is a :func:`summary` of the request."""
-    total = sum(one.ms for one in intervals) or 1.0
-    bar = max(10, min(40, width - 70))
-    made = [
-        f"{about['request_id']}: {_ms(total)}, {about['prompt_tokens']:,} prompt tokens, "
-        f"{about['generated_tokens']:,} generated, {about['preemptions']} preemptions, "
-        f"{'still running' if about['live'] else about['end']}",
-        "",
+def missing_page(request_id: str, why: str) -> bytes:
+    """No such request is remembered."""
+    return page(
+        "Not remembered", f"{_nav()}<header><h1>{_text(request_id)}</h1><p class=soft>{_text(why)}</p></header>"
+    )
+
+
+# --- parts of the page ----------------------------------------------------------------------------------------------
+
+
+def _nav(more: str = "") -> str:
+    return (
+        f'<nav><a href="/dashboard">Dashboard</a><a href="/debug/requests?slowest=20">Slowest requests</a>{more}</nav>'
+    )
+
+
+def _ending(about: dict[str, Any]) -> str:
+    return "still running" if about["live"] else f"ended: {_text(about['end'])}"
+
+
+def _family(about: dict[str, Any], report: Report) -> str:
+    said = ""
+    if about["client_id"]:
+        said += f" · known to its client as <code>{_text(about['client_id'])}</code>"
+    if about["answer_id"]:
+        said += f" and <code>{_text(about['answer_id'])}</code>"
+    if about["choices"] > 1:
+        said += f" · the last of its {about['choices']} choices to end is shown"
+    if report.siblings:
+        links = ", ".join(map(_link, report.siblings[:8]))
+        more = f" and {len(report.siblings) - 8} more" if len(report.siblings) > 8 else ""
+        said += f" · one of {len(report.siblings) + 1} prompts in one call, the others: {links}{more}"
+    return said
+
+
+def _facts(about: dict[str, Any], pieces: Sequence[Interval]) -> str:
+    gaps = slow_gaps(pieces, 1)
+    usual = usual_gap_ms(pieces)
+    facts = [
+        ("first token", _first(about["first_token_ms"]), "from its arrival at the scheduler"),
+        ("prompt", f"{about['prompt_tokens']:,}", "tokens"),
+        ("generated", f"{about['generated_tokens']:,}", "tokens"),
+        ("usual gap", duration(usual) if usual else "-", "median between its tokens"),
+        ("longest gap", duration(gaps[0].ms) if gaps else "-", "where it stands out"),
+        ("preempted", str(about["preemptions"]), "times"),
+        ("class", str(about["priority"]), f"tenant {about['tenant']}" if about["tenant"] else "no tenant"),
     ]
-    at = 0.0
-    for one in intervals:
-        begin = min(bar - 1, int(at / total * bar))
-        end = max(begin + 1, min(bar, math.ceil((at + one.ms) / total * bar)))
-        lane = "·" * begin + "█" * (end - begin) + "·" * (bar - end)
-        made.append(f"{_ms(at):>10} {_ms(one.ms):>10}  {lane}  {_words(one)}")
-        at += one.ms
-    made += ["", "where the time went:"]
-    for stage, cause, ms in by_cause(intervals)[:8]:
-        made.append(f"{_ms(ms):>10} {ms / total:>5.0%}  {stage}{': ' + cause if cause else ''}")
-    return made
+    return "<section class=facts>" + "".join(
+        f"<div><span class=soft>{name}</span><b>{_text(value)}</b><span class=soft>{_text(what)}</span></div>"
+        for name, value, what in facts
+    ) + "</section>"  # fmt: skip
 
 
-def _words(one: Interval) -> str:
-    return one.stage + (f": {one.cause}" if one.cause else "") + (f" ({one.by})" if one.by else "")
+def _strip(intervals: Sequence[Interval], total: float) -> str:
+    spans = "".join(
+        f'<span class="s-{one.stage}" style="flex:{one.ms / total:.6f}" '
+        f'title="{_text(one.stage)}: {duration(one.ms)}{_text(": " + one.summary if one.summary else "")}"></span>'
+        for one in phases(intervals)
+    )
+    stages = [stage for stage in STAGES if any(one.stage == stage for one in intervals)]
+    legend = "".join(f"<span>{_dot(stage)}{stage}</span>" for stage in stages)
+    ticks = "".join(f"<span>{duration(total * part / 4)}</span>" for part in range(5))
+    return f"<div class=strip>{spans}</div><div class='ticks soft'>{ticks}</div><div class='legend soft'>{legend}</div>"
 
 
-def _cause(one: Interval) -> str:
-    by = f' <a href="/debug/requests/{html.escape(one.by)}"><code>{html.escape(one.by)}</code></a>' if one.by else ""
-    return html.escape(one.cause) + by
+def _sums(intervals: Sequence[Interval], total: float) -> str:
+    rows = "".join(
+        f'<tr><td class="num">{duration(ms)}</td><td class="num">{ms / total:.0%}</td>'
+        f'<td class=share><i class="s-{stage}" style="width:{100 * ms / total:.2f}%"></i></td>'
+        f"<td>{_dot(stage)}{stage}</td><td>{_text(cause) or _usual(stage)}</td></tr>"
+        for stage, cause, ms in by_cause(intervals)[:12]
+    )
+    return (
+        "<h2>Where the time went</h2><table><tr><th class=num>time</th><th class=num>share</th><th></th>"
+        f"<th>stage</th><th>cause</th></tr>{rows}</table>"
+    )
+
+
+def _usual(stage: str) -> str:
+    return f"<span class=soft>{USUAL.get(stage, '')}</span>"
+
+
+def _gaps(gaps: Sequence[Gap], begin_ns: int, usual_ms: float) -> str:
+    if not gaps:
+        return ""
+    rows = "".join(
+        f'<tr><td class="num">{duration(gap.ms)}</td><td class="num">{duration((gap.begin_ns - begin_ns) / 1e6)}</td>'
+        f"<td>{_text(gap.cause or 'a slow step')} {_link(gap.by) if gap.by else ''}"
+        + (f"<div class=soft>{_text(contents(gap.step))}</div>" if gap.step is not None else "")
+        + "</td></tr>"
+        for gap in gaps
+    )
+    return (
+        f"<h2>Slowest gaps between tokens <span class=soft>usually {duration(usual_ms)}</span></h2><table>"
+        f"<tr><th class=num>gap</th><th class=num>at</th><th>what was in it</th></tr>{rows}</table>"
+    )
+
+
+def _waterfall(intervals: Sequence[Interval], total: float) -> str:
+    made, at = [], 0.0
+    for phase in phases(intervals):
+        if phase.folds:
+            inner, inside = [], at
+            for one in phase.intervals[:MOST_ROWS]:
+                inner.append(f"<div class=row>{_row(one, inside, total)}</div>")
+                inside += one.ms
+            hidden = len(phase.intervals) - MOST_ROWS
+            if hidden > 0:
+                inner.append(f"<div class='row soft'>{hidden:,} more are in the JSON</div>")
+            made.append(f"<details><summary class=row>{_phase(phase, at, total)}</summary>{''.join(inner)}</details>")
+            at += phase.ms
+            continue
+        for one in phase.intervals:
+            made.append(f"<div class=row>{_row(one, at, total)}</div>")
+            at += one.ms
+    return (
+        "<h2>From beginning to end <span class=soft>without a gap; click a folded row for its steps</span></h2>"
+        f"<section class=waterfall>{''.join(made)}</section>"
+    )
+
+
+def _phase(phase: Phase, at: float, total: float) -> str:
+    text = f"{_text(phase.summary)} <span class=count>{len(phase.intervals):,} intervals</span>"
+    return _cells(phase.stage, at, phase.ms, total, text)
+
+
+def _row(one: Interval, at: float, total: float) -> str:
+    return _cells(
+        one.stage,
+        at,
+        one.ms,
+        total,
+        (_text(details(one)) or _usual(one.stage)) + (f" {_link(one.by)}" if one.by else ""),
+    )
+
+
+def _cells(stage: str, at: float, ms: float, total: float, text: str) -> str:
+    return (
+        f'<span class="num">{duration(at)}</span><span class="num strong">{duration(ms)}</span>'
+        f'<span class=lane><i class="s-{stage}" style="left:{100 * at / total:.3f}%;width:{100 * ms / total:.3f}%">'
+        f"</i></span><span>{_dot(stage)}{stage}</span><span>{text}</span>"
+    )
+
+
+def _link(request_id: str) -> str:
+    return f'<a href="/debug/requests/{quote(request_id, safe="")}"><code>{_text(request_id)}</code></a>'
 
 
 def _dot(stage: str) -> str:
-    return f'<span class=dot style="background:{STAGES.get(stage, "#888")}"></span>'
+    return f'<i class="dot s-{stage}"></i>'
 
 
-def _ms(ms: float) -> str:
-    if ms >= 1000:
-        return f"{ms / 1000:.2f} s"
-    return f"{ms:.1f} ms"
+def _first(ms: float | None) -> str:
+    return duration(ms) if ms is not None else "-"
+
+
+def _text(text: str) -> str:
+    return html.escape(text)

@@ -1,4 +1,7 @@
-"""What the scheduler's internal listener shows: why requests took their time. Reads the recorder on the event loop."""
+"""What the scheduler's internal listener shows: how it stands, and why requests took their time.
+
+What the service owns is read on its event loop; what is made of it, on the listener's threads.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +10,27 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from observability.explanation import explain
-from observability.explanation_page import as_json, as_page, list_page, summary
+import msgspec
+
+from observability.dashboard import dashboard_page
+from observability.explanation import joined, pieces
+from observability.explanation_page import as_json, as_page, list_page, missing_page, summary
 from observability.listener import InternalListener, Page, on_loop
+from scheduler.look import LiveState, look
 from scheduler.service import SchedulerService
 
 JSON = "application/json"
 MOST_LISTED = 200
 
+FORGOTTEN = (
+    "it is unknown, older than what is remembered (--recorded-requests), still running (then only its own id is known "
+    "here, not its client's), or was refused by its gateway before it came here, and then its answer says why"
+)
+
 
 def add_pages(listener: InternalListener, service: SchedulerService) -> None:
-    """``/debug/requests`` (``?slowest=N``) and ``/debug/requests/{id}``; with ``format=json`` for programs.
+    """``/dashboard`` with the ``/debug/state`` that it polls; ``/debug/requests`` (``?slowest=N``) and
+    ``/debug/requests/{id}``; with ``format=json`` for programs.
 
     The id is the request's, the answer's (``chatcmpl-...``) or the client's X-Request-Id.
     """
@@ -38,13 +51,30 @@ def add_pages(listener: InternalListener, service: SchedulerService) -> None:
     def one(request_id: str, query: Mapping[str, str]) -> Page:
         report = on_loop(loop, lambda: service.report(request_id))
         if report.request is None:
-            return _json({"error": f"no request {request_id!r} is remembered"}, 404)
-        intervals = explain(report)
+            why = f"no request {request_id!r} is remembered: {FORGOTTEN}"
+            if query.get("format") == "json":
+                return _json({"error": why}, 404)
+            return Page(missing_page(request_id, why), status=404)
+        found = pieces(report)
+        intervals = joined(found)
         if query.get("format") == "json":
-            return _json(as_json(report, intervals))
-        return Page(as_page(report, intervals))
+            return _json(as_json(report, found, intervals))
+        return Page(as_page(report, found, intervals))
 
+    live = LiveState()
+
+    def state(rest: str, query: Mapping[str, str]) -> Page:
+        try:
+            since = int(query.get("since", "0"))
+        except ValueError:
+            return Page(b"since is a number\n", "text/plain", 400)
+        seen = on_loop(loop, lambda: look(service, live.taken))
+        return Page(msgspec.json.encode(live.tell(seen, since)), JSON)
+
+    page = dashboard_page()
     listener.add("/debug/requests", requests)
+    listener.add("/debug/state", state)
+    listener.add("/dashboard", lambda rest, query: Page(page))
 
 
 def _json(value: Any, status: int = 200) -> Page:

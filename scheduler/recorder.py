@@ -6,6 +6,7 @@ from what the service has in hand anyway: a step costs some microseconds.
 
 from __future__ import annotations
 
+import heapq
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -18,6 +19,11 @@ from shared.messages import StepPlan, StepResult, Submit
 
 MOST_STEPS_TOLD = 4096
 """Steps in one report: some hundred bytes each, well below a message's limit."""
+
+MOST_REFUSED = 256
+"""Refusals that are remembered, apart from requests: a flood of them must not push those out."""
+
+MOST_FIRST_TOKENS = 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +41,16 @@ class FlightRecorder:
     def __init__(self, requests: int = 2048, steps: int = 16_384) -> None:
         self._most = requests
         self._requests: dict[str, RequestTrace] = {}
-        self._names: dict[str, str] = {}  # ids that clients know -> request
+        self._refused: dict[str, RequestTrace] = {}
+        self._names: dict[str, list[str]] = {}  # ids that clients know -> the requests of that call, one per prompt
         self._ended: deque[str] = deque()  # in the order in which they ended
         self.steps: deque[StepTrace] = deque(maxlen=steps)
+        self.settled_steps: deque[StepTrace] = deque(maxlen=steps)  # those with a result, in the order of results
+        self.num_settled = 0  # since start
+        self.first_tokens: deque[tuple[int, int]] = deque(maxlen=MOST_FIRST_TOKENS)  # (ns, ns since its submit)
         self._open: dict[tuple[str, int], StepTrace] = {}  # without a result
+        self._firsts: dict[tuple[str, int], list[tuple[str, int]]] = {}  # open step -> choices with a first token in it
+        self._nearly: dict[tuple[str, int], tuple[str, int]] = {}  # slots whose next row ends the prompt -> choice
         self._slots: dict[tuple[str, int], tuple[str, int]] = {}  # (worker, slot) -> (request, choice)
 
     # --- what happened ----------------------------------------------------------------------------------------------
@@ -62,18 +74,28 @@ class FlightRecorder:
                 self._left(event.sequence, event.cause, event.by, now)
         for slot in plan.drops:
             slots.pop((worker, slot), None)
+            self._nearly.pop((worker, slot), None)
+        firsts: list[tuple[str, int]] = []
         for start in plan.starts:
-            slots[worker, start.slot] = (start.request_id, start.choice)
-            choice = self._choice(start.request_id, start.choice)
+            key = slots[worker, start.slot] = (start.request_id, start.choice)
+            choice = self._choice(*key)
             if choice is not None:
                 known = len(start.tokens) // 4 if start.parent < 0 else start.computed
                 choice.stays.append(Stay(worker, plan.step, now, start.computed, known))
+                self._near_its_end(worker, start.slot, key, choice.stays[-1], firsts)
+        if self._nearly:
+            # The last token of a prompt runs as a decode does.
+            ending = [(worker, slot) for slot in plan.decodes if (worker, slot) in self._nearly]
+            firsts += [self._nearly.pop(slot) for slot in ending]
+        recompute = sum(self._chunk(worker, slot, tokens, firsts) for slot, tokens in plan.chunks)
+        if firsts:
+            self._firsts[worker, plan.step] = firsts
         nobody = ("", 0)
         trace = StepTrace(
             worker, plan.step, now, len(plan.decodes),
             [(*slots.get((worker, slot), nobody), tokens) for slot, tokens in plan.chunks],
             [(start.request_id, start.choice) for start in plan.starts], preempted,
-            sum(rows for _, rows in plan.padding), queue.waiting, queue.lack, queue.lack_of,
+            sum(rows for _, rows in plan.padding), queue.waiting, queue.lack, queue.lack_of, recompute=recompute,
         )  # fmt: skip
         self.steps.append(trace)
         self._open[worker, plan.step] = trace
@@ -83,8 +105,26 @@ class FlightRecorder:
         trace = self._open.pop((result.worker, result.step), None)
         if trace is not None:
             trace.result_ns, trace.forward_us, trace.wait_us = now, result.forward_us, result.wait_us
+            trace.new_tokens = len(result.tokens) - result.tokens.count(-1)
+            self.settled_steps.append(trace)
+            self.num_settled += 1
+            for request_id, number in self._firsts.pop((result.worker, result.step), ()):
+                choice = self._choice(request_id, number)
+                if choice is not None and not choice.first_token_ns:
+                    choice.first_token_ns = now
+                    self.first_tokens.append((now, now - self._requests[request_id].submitted_ns))
         for slot, _ in result.ended:
             self._slots.pop((result.worker, slot), None)
+
+    def refused(self, submit: Submit, reason: str, now: int) -> None:
+        """A request was not accepted."""
+        self._refused[submit.request_id] = RequestTrace(
+            submit.request_id, submit.gateway, submit.tenant, submit.priority, len(submit.prompt) // 4,
+            submit.sampling.max_tokens, now, 0, {0: ChoiceTrace(0, [], end=f"refused: {reason}", ended_ns=now)},
+            submit.traceparent,
+        )  # fmt: skip
+        if len(self._refused) > MOST_REFUSED:
+            del self._refused[next(iter(self._refused))]
 
     def told(self, events: Iterable[CoreEvent]) -> None:
         """Ends of sequences, whichever way."""
@@ -105,28 +145,37 @@ class FlightRecorder:
         self._trim()
 
     def answered(self, answer: AnswerTrace) -> None:
-        """A gateway tells how its answer went."""
-        record = self._requests.get(answer.request_id)
-        if record is not None:
-            record.answer = answer
-            for name in (answer.answer_id, answer.client_id):
-                if name:
-                    self._names[name] = answer.request_id
-            while len(self._names) > 2 * self._most:
-                del self._names[next(iter(self._names))]
+        """A gateway tells how its answer went: once for each prompt that the call carried."""
+        record = self._requests.get(answer.request_id) or self._refused.get(answer.request_id)
+        if record is None:
+            return
+        record.answer = answer
+        # The answer's id is its own, but clients may use their ids again: then the last call is meant.
+        calls = self._names.pop(answer.client_id, [])
+        last = self._remembered(calls[-1]) if calls else None
+        if last is None or last.answer is None or last.answer.received_ns != answer.received_ns:
+            calls = []
+        calls.append(answer.request_id)
+        for name in (answer.answer_id, answer.client_id):
+            if name:
+                self._names[name] = calls
+        while len(self._names) > 2 * self._most:
+            del self._names[next(iter(self._names))]
 
     def worker_lost(self, worker: str) -> None:
         """Its plans get no results any more."""
         for key in [key for key in self._open if key[0] == worker]:
             del self._open[key]
-        for slot in [slot for slot in self._slots if slot[0] == worker]:
-            del self._slots[slot]
+            self._firsts.pop(key, None)
+        for known in (self._slots, self._nearly):
+            for slot in [slot for slot in known if slot[0] == worker]:
+                del known[slot]
 
     # --- questions --------------------------------------------------------------------------------------------------
 
     def report(self, scheduler: str, epoch: int, unix_offset_ns: int, request_id: str, now: int) -> Report:
         """Everything that explains the request; without a request if it is not remembered."""
-        request = self._requests.get(request_id) or self._requests.get(self._names.get(request_id, ""))
+        request, siblings = self._find(request_id)
         if request is None:
             return Report(scheduler, epoch, unix_offset_ns, None)
         workers = {stay.worker for choice in request.choices.values() for stay in choice.stays}
@@ -138,12 +187,15 @@ class FlightRecorder:
         if left_out:
             telling = sorted(steps, key=lambda one: (not (one.chunks or one.preempted), -one.forward_us))
             steps = sorted(telling[:MOST_STEPS_TOLD], key=lambda one: one.planned_ns)
-        return Report(scheduler, epoch, unix_offset_ns, request, steps, left_out)
+        return Report(scheduler, epoch, unix_offset_ns, request, steps, left_out, siblings)
 
     def slowest(self, count: int) -> list[RequestTrace]:
         """Ended requests, those first that took longest, as their clients or else the scheduler saw it."""
-        ended = [one for one in self._requests.values() if not one.live]
-        return sorted(ended, key=lambda one: -one.took_ns)[:count]
+        return slowest(self.requests(), count)
+
+    def requests(self) -> list[RequestTrace]:
+        """All that are remembered, live ones too, but for refusals."""
+        return list(self._requests.values())
 
     def steps_between(self, begin_ns: int, end_ns: int) -> list[StepTrace]:
         """Steps that were planned before ``end_ns`` and whose results came after ``begin_ns``, in order."""
@@ -153,6 +205,47 @@ class FlightRecorder:
         last = bisect_left(steps, end_ns, key=lambda one: one.planned_ns)
         return [one for one in steps[first:last] if not one.result_ns or one.result_ns > begin_ns]
 
+    def _find(self, name: str) -> tuple[RequestTrace | None, list[str]]:
+        """The request of that id (of a call with several prompts: the one that its client awaited), and the others."""
+        calls = self._names.get(name, [name])
+        found = [record for record in map(self._remembered, calls) if record is not None]
+        if not found:
+            return None, []
+        last = max(found, key=lambda one: (one.live, one.ended_ns))
+        if last.answer is not None:
+            calls = self._names.get(last.answer.answer_id) or self._names.get(last.answer.client_id) or calls
+        return last, [other for other in calls if other != last.request_id]
+
+    def _remembered(self, request_id: str) -> RequestTrace | None:
+        return self._requests.get(request_id) or self._refused.get(request_id)
+
+    def _chunk(self, worker: str, slot: int, tokens: int, firsts: list[tuple[str, int]]) -> int:
+        """Prompt tokens of a slot are planned: how many of them had been computed before."""
+        key = self._slots.get((worker, slot))
+        choice = self._choice(*key) if key is not None else None
+        if key is None or choice is None or not choice.stays:
+            return 0
+        stay = choice.stays[-1]
+        lost = choice.stays[-2].lost if len(choice.stays) > 1 else 0
+        again = min(tokens, max(0, lost - stay.cached - stay.done))
+        stay.done += tokens
+        self._near_its_end(worker, slot, key, stay, firsts)
+        return again
+
+    def _near_its_end(
+        self, worker: str, slot: int, key: tuple[str, int], stay: Stay, firsts: list[tuple[str, int]]
+    ) -> None:
+        """Note who samples in this step, and who does with its next row."""
+        if stay.todo <= 0:
+            self._nearly.pop((worker, slot), None)
+            firsts.append(key)
+        elif stay.todo == 1:
+            self._nearly[worker, slot] = key
+
+    def choice_of(self, request_id: str, choice: int) -> ChoiceTrace | None:
+        """What is remembered of one choice."""
+        return self._choice(request_id, choice)
+
     def _choice(self, request_id: str, choice: int) -> ChoiceTrace | None:
         record = self._requests.get(request_id)
         return record.choices.get(choice) if record is not None else None
@@ -161,7 +254,7 @@ class FlightRecorder:
         choice = self._choice(sequence.request_id, sequence.choice)
         if choice is not None and choice.stays and not choice.stays[-1].left_ns:
             stay = choice.stays[-1]
-            stay.left_ns, stay.why_left, stay.by = now, why, by
+            stay.left_ns, stay.why_left, stay.by, stay.lost = now, why, by, sequence.computed_before
 
     def _trim(self) -> None:
         """Forget the oldest that have ended. Live ones stay: there are no more than the queue and batches hold."""
@@ -169,3 +262,8 @@ class FlightRecorder:
             record = self._requests.get(self._ended.popleft())
             if record is not None and not record.live:  # (else it was resumed under its id)
                 del self._requests[record.request_id]
+
+
+def slowest(requests: Iterable[RequestTrace], count: int) -> list[RequestTrace]:
+    """Of those that have ended the ``count`` that took longest."""
+    return heapq.nlargest(count, (one for one in requests if not one.live), key=lambda one: one.took_ns)

@@ -69,7 +69,7 @@ class SchedulerService:
         tracing: Tracing, trace: TraceWriter | None = None,
     ) -> None:  # fmt: skip
         self._config = config
-        self._name = name
+        self.name = name
         self._step_bus = step_bus
         self._bus = bus
         self._metrics = metrics
@@ -108,13 +108,13 @@ class SchedulerService:
         """
         await self._bus.subscribe(self._subjects.beats(), self._on_beat)
         await self._bus.flush()
-        await self._bus.publish(self._subjects.roll_call, encode(RollCall(self._name)))
+        await self._bus.publish(self._subjects.roll_call, encode(RollCall(self.name)))
         await asyncio.sleep(ROLL_CALL_S)  # beats answer the roll call; a lease takes this place with failover
         standing_by = False
         while time.monotonic() - self._leader_seen < LEADER_TIMEOUT_S and not stop.is_set():
             if not standing_by:
                 standing_by = True
-                log.info("scheduler %s stands by: another one leads", self._name)
+                log.info("scheduler %s stands by: another one leads", self.name)
             await asyncio.sleep(BEAT_S)
         if stop.is_set():
             return
@@ -128,8 +128,8 @@ class SchedulerService:
         await self._bus.flush()
         self._leading = True
         self._beat()
-        await self._bus.publish(self._subjects.roll_call, encode(RollCall(self._name)))
-        log.info("scheduler %s leads mesh %s in epoch %d", self._name, self._config.mesh, epoch)
+        await self._bus.publish(self._subjects.roll_call, encode(RollCall(self.name)))
+        log.info("scheduler %s leads mesh %s in epoch %d", self.name, self._config.mesh, epoch)
 
     async def run(self, stop: asyncio.Event) -> None:
         async with asyncio.TaskGroup() as group:
@@ -178,6 +178,8 @@ class SchedulerService:
             if reply.outcome is Outcome.ACCEPTED:
                 sequences = self._core.sequences_of(message.request_id)
                 self.recorder.submitted(message, sequences, reply.queue_position, now)
+            elif reply.outcome is not Outcome.DUPLICATE:
+                self.recorder.refused(message, f"{reply.outcome.value}: {reply.reason}", now)
         self._gateways.setdefault(message.gateway, time.monotonic())
         if reply_to:
             self._out.post(reply_to, encode(reply))
@@ -226,10 +228,15 @@ class SchedulerService:
             self._plans.pump_all()
         self._tell_if_full()
 
+    @property
+    def core(self) -> SchedulerCore:
+        """To look at, on the event loop."""
+        return self._core
+
     def report(self, request_id: str) -> Report:
         """What is remembered of a request."""
         now = time.monotonic_ns()
-        return self.recorder.report(self._name, self._core.epoch, self._unix_offset_ns, request_id, now)
+        return self.recorder.report(self.name, self._core.epoch, self._unix_offset_ns, request_id, now)
 
     def _on_answered(self, payload: bytes, _: str) -> None:
         message = self._decode(payload)
@@ -242,10 +249,10 @@ class SchedulerService:
             self._metrics.bad_messages.inc()
             return
         if isinstance(message, SchedulerBeat):
-            if message.scheduler == self._name:
+            if message.scheduler == self.name:
                 return
             self._leader_seen = -1e9 if message.draining else time.monotonic()
-            if self._leading and (message.epoch, message.scheduler) > (self._core.epoch, self._name):
+            if self._leading and (message.epoch, message.scheduler) > (self._core.epoch, self.name):
                 self._stand_down(f"scheduler {message.scheduler} leads in epoch {message.epoch}")
         elif self._leading and message.epoch > self._core.epoch:
             # It was silent while this one took its epoch. It obeys nobody below what it has seen: lead again, above.
@@ -409,17 +416,17 @@ class SchedulerService:
         while True:
             if self._leading and (
                 time.monotonic() - self._told_s >= REST_BEAT_S
-                or self._told != self._report.beat(self._name, self._draining)
+                or self._told != self._report.beat(self.name, self._draining)
             ):
                 self._beat()
             await asyncio.sleep(BEAT_S)
 
     def _beat(self) -> None:
         if self._leading:
-            self._told = self._report.beat(self._name, self._draining)
+            self._told = self._report.beat(self.name, self._draining)
             self._told_s = time.monotonic()
             self._told_full = self._core.queue_full
-            self._out.post(self._subjects.beat("scheduler", self._name), encode(self._told))
+            self._out.post(self._subjects.beat("scheduler", self.name), encode(self._told))
 
     def _tell_if_full(self) -> None:
         """Tell gateways at once that the queue has become full, or no longer is: they refuse by what they were told."""

@@ -25,6 +25,8 @@ class StepTrace(msgspec.Struct, array_like=True):
     result_ns: int = 0  # when its result was in; 0: it is not
     forward_us: int = 0
     wait_us: int = 0  # how long the worker waited for the plan
+    recompute: int = 0  # of the prompt tokens, those that had been computed before a preemption
+    new_tokens: int = 0  # tokens that it generated
 
     @property
     def prefill(self) -> int:
@@ -42,6 +44,18 @@ class Stay(msgspec.Struct, array_like=True):
     left_ns: int = 0  # 0: it is still there
     why_left: str = ""  # an EndReason, a RequestEvent's kind, or the cause of a preemption
     by: str = ""  # of a preemption: the request whose growth it was
+    done: int = 0  # prompt tokens planned in this stay
+    lost: int = 0  # of a preemption: leading tokens that had been computed, and are to be computed again
+
+    @property
+    def todo(self) -> int:
+        """Tokens that must still be computed before it generates."""
+        return self.known - self.cached - self.done
+
+    @property
+    def forked(self) -> bool:
+        """It joined with another choice's tokens and blocks, and samples from that one's logits."""
+        return self.cached == self.known
 
 
 class ChoiceTrace(msgspec.Struct, array_like=True):
@@ -51,6 +65,7 @@ class ChoiceTrace(msgspec.Struct, array_like=True):
     end: str = ""
     ended_ns: int = 0
     generated: int = 0
+    first_token_ns: int = 0  # when the result with its first token was in
 
 
 class AnswerTrace(msgspec.Struct, array_like=True):
@@ -100,7 +115,8 @@ class RequestTrace(msgspec.Struct, array_like=True):
 
 class Report(msgspec.Struct, array_like=True):
     """What one scheduler knows of one request. ``steps`` are those of its workers that overlap its life; where they
-    would be too many, the longest and those with prompt tokens or preemptions are kept, and ``left_out`` counts."""
+    would be too many, the longest and those with prompt tokens or preemptions are kept, and ``left_out`` counts.
+    ``siblings`` are the requests of the other prompts that the same call carried."""
 
     scheduler: str
     epoch: int
@@ -108,3 +124,4 @@ class Report(msgspec.Struct, array_like=True):
     request: RequestTrace | None
     steps: list[StepTrace] = []
     left_out: int = 0
+    siblings: list[str] = []

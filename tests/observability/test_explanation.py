@@ -80,7 +80,7 @@ def test_another_one_computes_its_prompt() -> None:
     one.run()
     found = explained(one, "second")
     assert main_cause(found, "queue") == ("most of its prompt is being computed already", "first")
-    assert any("tokens are cached" in interval.cause for interval in found if interval.stage == "prefill")
+    assert any("tokens were cached" in interval.note for interval in found if interval.stage == "prefill")
 
 
 def test_the_token_budget_goes_to_other_prompts() -> None:
@@ -90,7 +90,7 @@ def test_the_token_budget_goes_to_other_prompts() -> None:
     one.run()
     found = explained(one, "short")
     assert any(interval.by == "document" for interval in found if interval.stage == "prefill")
-    assert "prompt tokens of others" in main_cause(found, "prefill")[0]
+    assert main_cause(found, "prefill")[0] == "beside prompts of others"
 
 
 def test_a_long_prefill_beside_a_decode() -> None:
@@ -101,7 +101,7 @@ def test_a_long_prefill_beside_a_decode() -> None:
     one.submit(request("document", prompt_len=250, max_tokens=2, arrival_ns=1))
     one.run()
     slow = [interval for interval in explained(one, "chat") if interval.stage == "decode" and interval.cause]
-    assert slow and all("prompt tokens of others" in interval.cause for interval in slow)
+    assert slow and all("prompt tokens of others" in interval.cause and interval.others for interval in slow)
     assert {interval.by for interval in slow} == {"document"}
 
 
