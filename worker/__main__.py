@@ -13,13 +13,11 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from observability.listener import InternalListener
 from observability.logs import setup_logging
-from observability.tracing import Tracing
-from shared.bus import BusUnavailable, NatsBus
+from observability.membership import joined
 from shared.config import parse_service
 from shared.ids import new_incarnation, new_process_id
-from shared.lifecycle import StartupError, run
+from shared.lifecycle import run
 from shared.messages import Capacity
 from worker.config import WorkerConfig
 from worker.metrics import WorkerMetrics
@@ -79,34 +77,22 @@ async def serve(config: WorkerConfig, stop: asyncio.Event) -> None:
     name = config.worker_id or new_process_id("worker")
     registry = CollectorRegistry()
     metrics = WorkerMetrics(registry)
-    try:
-        listener = InternalListener(registry, config.metrics_host, config.metrics_port)
-    except OSError as error:
-        raise StartupError(f"metrics port {config.metrics_port}: {error.strerror}") from None
-    log.info("metrics on http://%s:%d/metrics", config.metrics_host, listener.port)
-    tracing = Tracing("worker", name, config.otlp_endpoint, config.trace_sampling)
-    try:
-        step_bus = await NatsBus.join(config, "worker", f"{name}-step")
-        bus = await NatsBus.join(config, "worker", name)
-    except BusUnavailable as error:
-        raise StartupError(str(error)) from None
-    service = WorkerService(config, name, new_incarnation(), step_bus, bus, metrics, tracing)
-    await service.listen()
-    async with asyncio.TaskGroup() as group:
-        serving = group.create_task(service.run(stop))
-        loading = _load_in_background(config)
-        stopped = group.create_task(stop.wait())
-        waiting: list[asyncio.Future[Any]] = [loading, stopped]
-        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        if loading.done():
-            service.attach(loading.result())
-            log.info("worker %s serves %s", name, loading.result().capacity.model)
-        await serving
-        stopped.cancel()
-    await step_bus.close()
-    await bus.close()
-    await asyncio.to_thread(tracing.shutdown)
-    listener.close()
+    async with joined("worker", name, config, registry, config.metrics_host, config.metrics_port) as member:
+        service = WorkerService(
+            config, name, new_incarnation(), member.step_bus, member.bus, metrics, member.tracing
+        )  # fmt: skip
+        await service.listen()
+        async with asyncio.TaskGroup() as group:
+            serving = group.create_task(service.run(stop))
+            loading = _load_in_background(config)
+            stopped = group.create_task(stop.wait())
+            waiting: list[asyncio.Future[Any]] = [loading, stopped]
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            if loading.done():
+                service.attach(loading.result())
+                log.info("worker %s serves %s", name, loading.result().capacity.model)
+            await serving
+            stopped.cancel()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
