@@ -95,8 +95,10 @@ class SchedulerService:
         self._flip_timer: asyncio.TimerHandle | None = None
         self._draining = False
         self._unix_offset_ns = time.time_ns() - time.monotonic_ns()
-        self._report = Reporter(self._core, self._subjects, self._out.post, metrics, tracing, self._unix_offset_ns)
         self.recorder = FlightRecorder(config.recorded_requests, config.recorded_steps)
+        self._report = Reporter(
+            self._core, self._subjects, self._out.post, metrics, tracing, self._unix_offset_ns, self.recorder.choice_of
+        )
         self._plans = PlanSender(
             self._core, config.run_ahead, self._subjects, self._step_out.post, metrics, self._planned
         )
@@ -127,6 +129,7 @@ class SchedulerService:
         await self._step_bus.flush()
         await self._bus.flush()
         self._leading = True
+        self._metrics.leading.set(1)
         self._beat()
         await self._bus.publish(self._subjects.roll_call, encode(RollCall(self.name)))
         log.info("scheduler %s leads mesh %s in epoch %d", self.name, self._config.mesh, epoch)
@@ -214,7 +217,9 @@ class SchedulerService:
             return
         now = time.monotonic_ns()
         try:
-            self._carry_out(self._core.apply(message, now))
+            events = self._core.apply(message, now)
+            self._metrics.apply_seconds.observe((time.monotonic_ns() - now) / 1e9)
+            self._carry_out(events)
             self.recorder.settled(message, now)
         except ResultGap as gap:
             self._plans.resend(gap.worker, gap.step)
@@ -267,6 +272,7 @@ class SchedulerService:
 
     def _stand_down(self, why: str) -> None:
         self._plans.closed = True
+        self._metrics.leading.set(0)
         self._deposed = why
 
     def _meet_gateway(self, beat: GatewayBeat) -> None:
