@@ -19,6 +19,7 @@ class LeanCounter:
     def __init__(self, registry: CollectorRegistry, name: str, text: str, label: tuple[str, str]) -> None:
         self.value = 0
         self._name, self._text, self._label = name, text, label
+        self.label_names = (label[0],)
         registry.register(self)
 
     def collect(self) -> Iterator[Metric]:
@@ -34,6 +35,7 @@ class LeanHistogram:
         self, registry: CollectorRegistry, name: str, text: str, label: tuple[str, str], bounds: Sequence[float]
     ) -> None:
         self._name, self._text, self._label = name, text, label
+        self.label_names = (label[0],)
         self._bounds = list(bounds)
         self._counts = [0] * (len(bounds) + 1)
         self._sum = 0.0

@@ -26,6 +26,7 @@ COMMANDS = {
     "keys": "make API keys for a gateway",
     "doctor": "check this installation and say what is wrong",
     "config-docs": "print docs/configuration.md",
+    "metrics-docs": "print docs/metrics.md",
     "version": "print the version",
 }
 
@@ -71,6 +72,10 @@ def _dispatch(command: str) -> Callable[[Sequence[str]], int]:
         from headrace.config_docs import main as config_docs
 
         return config_docs
+    if command == "metrics-docs":
+        from headrace.metrics_docs import main as metrics_docs
+
+        return metrics_docs
     if command == "bench":
         from headrace.bench import main as bench
 

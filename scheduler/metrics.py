@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from shared.messages import Outcome
+
 _PLAN_BUCKETS = (0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05)
 _ROUND_TRIP_BUCKETS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1)
 _LATENCY_BUCKETS = (
@@ -89,6 +91,12 @@ class SchedulerMetrics:
         # --- losses -------------------------------------------------------------------------------------------------
         self.resent_plans = counter("headrace_plans_resent", "Plans sent again because their result was missing")
         self.workers_lost = counter("headrace_workers_lost", "Workers lost, by cause", ("cause",))
+        # At 0 from the start, so that the very first one shows as an increase.
         for cause in ("silence", "stuck", "restart", "fault"):
-            self.workers_lost.labels(cause)  # at 0 from the start: the first loss must show as an increase
+            self.workers_lost.labels(cause)
+        for cause in ("no_free_block", "stalled_search"):
+            self.preemptions_by_cause.labels(cause)
+        for outcome in Outcome:
+            if outcome not in (Outcome.ACCEPTED, Outcome.DUPLICATE):
+                self.refusals.labels(outcome.value)
         self.bad_messages = counter("headrace_bad_messages", "Bytes on the bus that were no message")
