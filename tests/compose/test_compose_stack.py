@@ -28,7 +28,7 @@ SERVICES: dict[str, dict[str, Any]] = STACK["services"]
 
 def test_the_root_file_includes_the_stack() -> None:
     root = yaml.safe_load((COMPOSE.parent / "compose.yaml").read_text())
-    assert root["include"] == ["compose/compose.yaml"]
+    assert root["include"] == ["compose/compose.yaml", "compose/monitoring.yaml"]
 
 
 def test_only_the_gateway_is_published_and_only_on_loopback() -> None:
