@@ -189,7 +189,7 @@ class AnswerApp:
         outcome = "finished" if visit.answered and visit.flight.error is None else "not finished"
         return AnswerTrace(
             request_id, visit.answer_id, visit.request_id, self._endpoint.name, visit.arrival_ns, visit.read_ns,
-            visit.tokenised_ns, visit.accepted_ns, time.time_ns(), outcome, visit.blocked,
+            visit.tokenised_ns, visit.accepted_ns, visit.finished_ns or time.time_ns(), outcome, visit.blocked,
         )  # fmt: skip
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send, visit: Visit) -> None:
@@ -323,6 +323,7 @@ class AnswerApp:
             kept = flight.keep_best(decoding.samples, decoding.n)
             await send_whole(send, 200, writer.whole(["".join(pieces[index]) for index in kept]), visit.headers)
             visit.outcome = "finished"
+            visit.finished_ns = time.time_ns()
             visit.answered = True
 
     async def _stream(self, send: Send, writer: Writer, visit: Visit) -> None:
@@ -354,6 +355,7 @@ class AnswerApp:
         await send({"type": "http.response.body", "body": last, "more_body": False})
         if not flight.client_gone:  # who takes nothing for too long is cut off by the protocol
             visit.outcome = outcome
+            visit.finished_ns = time.time_ns()
             visit.answered = True
 
 

@@ -28,6 +28,7 @@ class Visit:
     read_ns: int = 0  # unix times at which stages ended; 0: it did not come to that
     tokenised_ns: int = 0
     accepted_ns: int = 0
+    finished_ns: int = 0  # its last byte was handed to the connection
     answer_id: str = ""
     blocked: list[tuple[int, int]] = field(default_factory=list)  # when the client took nothing of what was there
     answered: bool = False  # the response has gone out, whole or with its error in the stream

@@ -155,7 +155,12 @@ def _queued(
     """
     reason = f"preempted: {left.why_left.replace('_', ' ')}" if left is not None else ""
     by = left.by if left is not None else ""
-    changes = [(since, LACKS.get(lack, lack), other) for since, lack, other in choice.causes if begin <= since < end]
+    back = f"{reason}; it comes back later: " if left is not None else ""
+    changes = [
+        (since, back + LACKS.get(lack, lack), other or by)
+        for since, lack, other in choice.causes
+        if begin <= since < end
+    ]
     marks = {begin: (reason, by)}
     own: tuple[str, str] | None = None
     moments = sorted(
@@ -201,12 +206,7 @@ def _ran(
         if todo == 1 and not own:
             own = 1  # a prompt's last token runs as a decode does
         if todo > 0:
-            if not own:
-                cause = "the token budget went to other prompts" if others else "the token budget went to decodes"
-            elif again:
-                cause = "recompute after the preemption" + (", beside prompts of others" if others else "")
-            else:
-                cause = "beside prompts of others" if others else ""
+            cause = _why_prefill(one, todo, own, others, again)
             yield Interval(
                 at, until, "prefill", cause, most[1], note, 1, own, others, one, todo <= own and until == one.result_ns
             )
@@ -218,6 +218,17 @@ def _ran(
     if at < end:
         cause = choice.end if choice.end.startswith("lost") else "the worker's result is awaited"
         yield Interval(at, end, "prefill" if todo > 0 else "decode", cause)
+
+
+def _why_prefill(step: StepTrace, todo: int, own: int, others: int, again: bool) -> str:
+    if own < todo and others > own:
+        return "the token budget went to other prompts" if not own else "most of the token budget went to other prompts"
+    if own < todo and step.decodes > own:
+        return "the token budget went to decodes" if not own else "most of the token budget went to decodes"
+    beside = "beside prompts of others" if others else ""
+    if again:
+        return "recompute after the preemption" + (f", {beside}" if beside else "")
+    return beside
 
 
 def _why_slow(step: StepTrace, took_ns: int, usual_us: float, most: tuple[int, str]) -> tuple[str, str]:

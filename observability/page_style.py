@@ -61,6 +61,7 @@ def page(title: str, body: str) -> bytes:
     """A whole HTML document."""
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" '
-        f'content="width=device-width"><link rel="icon" href="data:,"><title>{html.escape(title)}</title><style>{STYLE}</style></head>'
+        f'content="width=device-width"><link rel="icon" href="data:,"><title>{html.escape(title)}</title>'
+        f"<style>{STYLE}</style></head>"
         f"<body>{body}</body></html>"
     ).encode()
