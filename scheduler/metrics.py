@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from observability.lean_metrics import LeanHistogram
 from shared.messages import Outcome
 
 _PLAN_BUCKETS = (0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05)
@@ -26,6 +27,9 @@ class SchedulerMetrics:
 
         def seconds(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
             return Histogram(name, text, unit="seconds", buckets=buckets, registry=registry)
+
+        def of_steps(name: str, text: str, buckets: tuple[float, ...]) -> LeanHistogram:
+            return LeanHistogram(registry, name, text, None, buckets)
 
         # --- load ---------------------------------------------------------------------------------------------------
         self.running = gauge("vllm:num_requests_running", "Sequences in a worker's batch")
@@ -80,9 +84,9 @@ class SchedulerMetrics:
         self.decode_seconds = seconds(
             "vllm:request_decode_time_seconds", "From the first token to the last", _LATENCY_BUCKETS
         )
-        self.plan_seconds = seconds("headrace_plan_seconds", "Time to decide one plan", _PLAN_BUCKETS)
-        self.apply_seconds = seconds("headrace_apply_seconds", "Time to take in one result", _PLAN_BUCKETS)
-        self.round_trip_seconds = seconds(
+        self.plan_seconds = of_steps("headrace_plan_seconds", "Time to decide one plan", _PLAN_BUCKETS)
+        self.apply_seconds = of_steps("headrace_apply_seconds", "Time to take in one result", _PLAN_BUCKETS)
+        self.round_trip_seconds = of_steps(
             "headrace_bus_round_trip_seconds",
             "From a plan sent to an idle worker to its result, less the iteration itself: both ways over the bus, "
             "encoding and event loops included",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge
+
+from observability.lean_metrics import LeanHistogram
 
 _STEP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4)
 _GAP_BUCKETS = (0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5)
@@ -15,15 +17,15 @@ class WorkerMetrics:
         def counter(name: str, text: str, labels: tuple[str, ...] = (), unit: str = "") -> Counter:
             return Counter(name, text, labels, unit=unit, registry=registry)
 
-        def histogram(name: str, text: str, buckets: tuple[float, ...], unit: str = "") -> Histogram:
-            return Histogram(name, text, unit=unit, buckets=buckets, registry=registry)
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> LeanHistogram:
+            return LeanHistogram(registry, name, text, None, buckets)
 
         self.step_seconds = histogram(
-            "headrace_step_seconds", "Duration of an iteration, from plan to sampled tokens", _STEP_BUCKETS, "seconds"
+            "headrace_step_seconds", "Duration of an iteration, from plan to sampled tokens", _STEP_BUCKETS
         )
         self.idle_gap_seconds = histogram(
             "headrace_idle_gap_seconds", "How long the step loop was blocked for want of a plan while work waited",
-            _GAP_BUCKETS, "seconds",
+            _GAP_BUCKETS,
         )  # fmt: skip
         self.busy_seconds = counter(
             "headrace_worker_busy_seconds", "Time spent in iterations; its rate is the busy share", unit="seconds"

@@ -6,7 +6,7 @@ import random
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
-from gateway.lean_metrics import LeanCounter, LeanHistogram
+from observability.lean_metrics import LeanCounter, LeanHistogram
 
 BOUNDS = (0.001, 0.01, 0.25, 1.0, 40.0)
 
@@ -27,6 +27,16 @@ def test_same_exposition_as_the_library() -> None:
     for value in (*BOUNDS, *(rng.uniform(0, 60) for _ in range(100))):  # bounds are inclusive
         counter.inc(3)
         lean_counter.value += 3
+        histogram.observe(value)
+        lean_histogram.observe(value)
+    assert exposed(lean) == exposed(library)
+
+
+def test_without_a_label_too() -> None:
+    library, lean = CollectorRegistry(), CollectorRegistry()
+    histogram = Histogram("x_seconds", "Seconds", buckets=BOUNDS, registry=library)
+    lean_histogram = LeanHistogram(lean, "x_seconds", "Seconds", None, BOUNDS)
+    for value in (0.5, 0.25, 100.0):
         histogram.observe(value)
         lean_histogram.observe(value)
     assert exposed(lean) == exposed(library)
