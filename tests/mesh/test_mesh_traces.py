@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -165,6 +166,9 @@ def test_a_client_that_leaves_closes_its_trace(traced: Traced) -> None:
     spans = traced.whole(trace_id, names.STREAM, names.QUEUE, names.DECODE)
     for name in ("text_completion m", names.STREAM):
         assert attributes(traced.only(spans, name))[names.ERROR_TYPE] == "aborted"
+    logged = [json.loads(line) for line in traced.mesh.gateway.output().splitlines() if trace_id in line]
+    assert [line["message"].split(":")[0] for line in logged] == ["completions aborted"]
+    assert logged[0]["request_id"] and logged[0]["trace_id"] == trace_id
     assert attributes(traced.only(spans, names.QUEUE))[names.END_REASON] == "cancelled"
     assert attributes(traced.only(spans, names.DECODE))[names.END_REASON] == "left"
 
