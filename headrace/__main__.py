@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -31,8 +32,27 @@ COMMANDS = {
 }
 
 
+CLOSED_PIPE, INTERRUPTED = 141, 130
+"""What a shell reports of a program that SIGPIPE or SIGINT ended."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code of ``headrace ARGV...``; a bad command line is exit 2."""
+    """Exit code of ``headrace ARGV...``; a bad command line is exit 2, a reader that left (``| head``) 141."""
+    try:
+        try:
+            return _command(argv)
+        finally:
+            sys.stdout.flush()  # that nobody reads may show only now
+    except* BrokenPipeError:
+        code = CLOSED_PIPE
+        # The interpreter flushes once more at its end, and would complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except* KeyboardInterrupt:
+        code = INTERRUPTED
+    return code
+
+
+def _command(argv: Sequence[str] | None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     parser = Parser(
         prog="headrace",

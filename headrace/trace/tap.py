@@ -62,7 +62,7 @@ def _described(value: Any, full: bool) -> str:
 
 
 class Tap:
-    """Subscribes to a mesh. ``stop`` is set once ``count`` messages were seen."""
+    """Subscribes to a mesh. ``stop`` is set once ``count`` messages were seen, or nobody reads what is printed."""
 
     def __init__(self, config: TapConfig, out: Callable[[str], None], record: BinaryIO | None) -> None:
         self._config = config
@@ -82,13 +82,17 @@ class Tap:
         return lambda payload, _: self.take(kind, payload, time.time_ns())
 
     def take(self, kind: str, payload: bytes, at_ns: int) -> None:
-        if self._config.count and self.seen >= self._config.count:
+        if self.stop.is_set():
             return
         shown = line(at_ns, kind, payload, self._config.full)
         if self._config.only and self._config.only not in shown:
             return
         self.seen += 1
-        self._out(shown)
+        try:
+            self._out(shown)
+        except BrokenPipeError:  # `| head` has what it wanted; raised here, it would be the bus's to report
+            self.stop.set()
+            return
         if self._record is not None:
             try:
                 decode(payload)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -38,6 +39,28 @@ def test_a_bad_command_line_is_one_line_and_exit_2(
     error = capsys.readouterr().err
     assert error.startswith(complaint)
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("argv", [["version"], ["capacity", "--json"], ["config-docs"], ["keys", "--help"]])
+def test_a_reader_that_leaves_ends_it_quietly(argv: list[str]) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        ended = subprocess.run([sys.executable, "-m", "headrace", *argv], stdout=write, stderr=subprocess.PIPE)
+    finally:
+        os.close(write)
+    assert (ended.returncode, ended.stderr) == (cli.CLOSED_PIPE, b"")
+
+
+def test_an_interrupted_command_says_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(argv: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("headrace.capacity.main", interrupted)
+    assert cli.main(["capacity"]) == cli.INTERRUPTED
+    assert capsys.readouterr() == ("", "")
 
 
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,7 +20,7 @@ from headrace.simulate.workload import LENGTHS, Request, stream
 from headrace.trace.measured import measure
 from headrace.trace.recorded import feed, header
 from headrace.trace.stream import BadTrace, message, records, same_bytes
-from headrace.trace.tap import line
+from headrace.trace.tap import Tap, TapConfig, line
 from scheduler.core.core import SchedulerCore
 from scheduler.core.limits import Limits
 from scheduler.recording import RecordingCore, TraceWriter
@@ -164,7 +164,9 @@ def test_replay_under_other_limits_compares(trace: Path, capsys: pytest.CaptureF
     ]
     recorded, simulated, narrow = shown["runs"]
     assert simulated["itl_p50"] == pytest.approx(recorded["itl_p50"], rel=0.1)
-    assert simulated["ttft_p50"] == pytest.approx(recorded["ttft_p50"], rel=0.5)  # (throughput hangs on the last to end)
+    assert simulated["ttft_p50"] == pytest.approx(
+        recorded["ttft_p50"], rel=0.5
+    )  # (throughput hangs on the last to end)
     assert narrow["tokens_per_s"] < 0.8 * simulated["tokens_per_s"]
 
 
@@ -198,6 +200,19 @@ def test_a_line_of_the_tap_says_what_differs_from_the_defaults() -> None:
     assert "copies" not in shown and len(shown) < 250
     assert "copies=[]" in line(0, "step", encode(plan), full=True)
     assert line(0, "step", b"\xc1").endswith("no message of ours: 1 bytes")
+
+
+def test_a_tap_that_nobody_reads_any_more_stops() -> None:
+    tried: list[str] = []
+
+    def gone(text: str) -> None:
+        tried.append(text)
+        raise BrokenPipeError
+
+    tap = Tap(TapConfig(), gone, None)
+    for _ in range(3):
+        tap.take("step", b"", 0)
+    assert tap.stop.is_set() and len(tried) == 1
 
 
 def test_the_tap_prints_a_recorded_trace(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
