@@ -64,10 +64,11 @@ def test_refusals_are_no_failures_and_show_how_fast_and_how_they_came() -> None:
 
 def test_the_mesh_s_own_counts_are_differences_and_its_queue_the_worst_seen() -> None:
     preempted = {"vllm:num_preemptions_total": 7.0, "headrace_num_requests_preempted": 1.0}
-    first = sample(10.0, waiting=4, recomputed_tokens_total=100.0, step_seconds_sum=1.0, step_seconds_count=10)
-    last = sample(20.0, waiting=3, rss_mib=120, recomputed_tokens_total=160.0, step_seconds_sum=6.0,
-                  step_seconds_count=110)  # fmt: skip
-    last = replace(last, metrics={**last.metrics, **preempted})
+    recomputed = 'headrace_step_tokens_total{kind="recompute"}'
+    first = sample(10.0, waiting=4, step_seconds_sum=1.0, step_seconds_count=10)
+    first = replace(first, metrics={**first.metrics, recomputed: 100.0})
+    last = sample(20.0, waiting=3, rss_mib=120, step_seconds_sum=6.0, step_seconds_count=110)
+    last = replace(last, metrics={**last.metrics, **preempted, recomputed: 160.0})
     found = figures(samples=(first, sample(15.0, waiting=9), last))
     assert (found.preemptions, found.restarts, found.recomputed_tokens, found.most_waiting) == (7, 6, 60, 9)
     assert (found.busy_share, found.step_mean_ms) == (pytest.approx(0.5), pytest.approx(50.0))
