@@ -4,6 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+_AT_LEAST_ONE = frozenset(
+    ("max_num_seqs", "max_num_batched_tokens", "prefill_chunk_limit", "run_ahead", "max_num_queued_reqs",
+     "max_plan_start_bytes")
+)  # fmt: skip
+_SHARES = frozenset(("oldest_prefill_share", "long_context_share", "admission_watermark"))
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -35,10 +41,17 @@ class Limits:
     reserve_after_preemptions: int = 2  # after so many, a sequence resumes only with its whole worst case reserved
 
     def __post_init__(self) -> None:
+        """Raises ValueError, one line that names the limit, where a number is out of its range."""
+        for name, value in vars(self).items():
+            least = 1 if name in _AT_LEAST_ONE else 0
+            if not value >= least:
+                raise ValueError(f"{name} ({value}) is at least {least}")
+            if name in _SHARES and value > 1:
+                raise ValueError(f"{name} ({value}) is a share, at most 1")
+        if not 0 < self.length_quantile < 1:
+            raise ValueError(f"length_quantile ({self.length_quantile}) is above 0 and below 1")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) is less than max_num_seqs "
                 f"({self.max_num_seqs}): every running sequence needs one token of the budget"
             )
-        if self.run_ahead < 1:
-            raise ValueError("run_ahead is at least 1")
