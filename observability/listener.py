@@ -4,12 +4,14 @@ unless told otherwise, so that API keys and clients never meet it."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import TypeVar
+from typing import Any, TypeVar
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from prometheus_client import CollectorRegistry, disable_created_metrics
@@ -22,6 +24,12 @@ disable_created_metrics()  # type: ignore[no-untyped-call]  # a fifth of the fam
 T = TypeVar("T")
 
 ANSWER_TIMEOUT_S = 10.0
+MOST_CONNECTIONS = 32  # at once; more are answered with 503
+
+_TOO_MANY = (
+    b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: text/plain\r\nContent-Length: 21\r\nRetry-After: 1\r\n"
+    b"Connection: close\r\n\r\ntoo many connections\n"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +52,36 @@ def on_loop(loop: asyncio.AbstractEventLoop, function: Callable[[], T]) -> T:
     return asyncio.run_coroutine_threadsafe(call(), loop).result(ANSWER_TIMEOUT_S)
 
 
+class _Server(ThreadingHTTPServer):
+    """A thread for each connection, of which there are never many: who runs a mesh has few eyes."""
+
+    daemon_threads = True
+    request_queue_size = 64
+
+    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
+        self._free = threading.BoundedSemaphore(MOST_CONNECTIONS)
+        super().__init__(address, handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._free.acquire(blocking=False):
+            super().process_request(request, client_address)
+            return
+        with contextlib.suppress(OSError):
+            request.sendall(_TOO_MANY)
+        self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        error = sys.exception()
+        if not isinstance(error, ConnectionError | TimeoutError):  # (those: the client has left)
+            log.error("a connection failed", exc_info=error)
+
+
 class InternalListener:
     """Serves ``/metrics`` of one registry, and what is added to it. Port 0 takes a free one."""
 
@@ -62,8 +100,9 @@ class InternalListener:
             def log_message(self, format: str, *args: object) -> None:
                 pass
 
-        self._server = ThreadingHTTPServer((host, port), Answer)
-        self._server.daemon_threads = True
+            do_HEAD = do_GET
+
+        self._server = _Server((host, port), Answer)
         self.port: int = self._server.server_port
         self._thread = threading.Thread(target=self._server.serve_forever, name="internal-listener", daemon=True)
         self._thread.start()
@@ -90,7 +129,8 @@ class InternalListener:
         request.send_header("Cache-Control", "no-store")
         request.send_header("X-Content-Type-Options", "nosniff")
         request.end_headers()
-        request.wfile.write(page.body)
+        if request.command != "HEAD":
+            request.wfile.write(page.body)
 
     def _routed(self, path: str, query: Mapping[str, str]) -> Page:
         for prefix, handler in self._routes:
