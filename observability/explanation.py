@@ -195,14 +195,22 @@ def _ran(
     """In the batch: step by step, from result to result. ``again``: it comes back after a preemption."""
     todo = stay.known - stay.cached
     note = f"{stay.cached:,} of {stay.known:,} tokens were cached" if 0 < stay.cached < stay.known else ""
+    expected = stay.first_step
     for one in steps:
-        if one.worker != stay.worker or one.step < stay.first_step or one.result_ns <= at or at >= end:
+        if one.worker != stay.worker or one.step < stay.first_step:
+            continue
+        skipped, expected = one.step > expected, one.step + 1
+        if one.result_ns <= at or at >= end:
             continue
         until = min(one.result_ns, end)
         own = sum(tokens for name, number, tokens in one.chunks if (name, number) == (request_id, choice.choice))
         beside = [(tokens, name) for name, _, tokens in one.chunks if name != request_id]
         others = sum(tokens for tokens, _ in beside)
         most = max(beside, default=(0, ""))
+        if skipped:
+            began = max(at, min(until, one.result_ns - one.forward_us * 1000))
+            yield from _forgotten(at, began, choice, todo)
+            at, todo = began, todo if own else 0
         if todo == 1 and not own:
             own = 1  # a prompt's last token runs as a decode does
         if todo > 0:
@@ -215,9 +223,19 @@ def _ran(
             yield Interval(at, until, "decode", cause, by, "", 1, 0, others, one, until == one.result_ns)
         todo -= own
         at = until
-    if at < end:
+    if at < end and expected == stay.first_step and choice.first_token_ns:
+        yield from _forgotten(at, end, choice, todo)
+    elif at < end:
         cause = choice.end if choice.end.startswith("lost") else "the worker's result is awaited"
         yield Interval(at, end, "prefill" if todo > 0 else "decode", cause)
+
+
+def _forgotten(begin: int, end: int, choice: ChoiceTrace, todo: int) -> Iterator[Interval]:
+    """Steps that are no longer remembered, or were left out for their number."""
+    first = min(max(begin, choice.first_token_ns), end) if todo > 0 else begin
+    for at, until, stage in ((begin, first, "prefill"), (first, end, "decode")):
+        if until > at:
+            yield Interval(at, until, stage, "its steps are not remembered one by one")
 
 
 def _why_prefill(step: StepTrace, todo: int, own: int, others: int, again: bool) -> str:
@@ -234,15 +252,17 @@ def _why_prefill(step: StepTrace, todo: int, own: int, others: int, again: bool)
 def _why_slow(step: StepTrace, took_ns: int, usual_us: float, most: tuple[int, str]) -> tuple[str, str]:
     if not usual_us or took_ns / 1e3 < SLOW * usual_us:
         return "", ""
-    if step.prefill:
-        return "prompt tokens of others in the step", most[1]
-    if step.preempted:
-        return "preemptions in the step", step.preempted[0][0]
-    if step.wait_us > usual_us / 2:
-        return "the worker waited for its plan", ""
-    if took_ns / 1e3 - step.forward_us > usual_us / 2:
-        return "between worker and scheduler", ""
-    return "a slow step", ""
+    # Of what it took beside the usual, the largest part: on the device, for want of its plan, or on the way.
+    device = step.forward_us - usual_us
+    plan = min(step.wait_us, took_ns / 1e3 - step.forward_us)
+    way = took_ns / 1e3 - step.forward_us - plan
+    if device >= max(plan, way):
+        if step.prefill:
+            return "prompt tokens of others in the step", most[1]
+        if step.preempted:
+            return "preemptions in the step", step.preempted[0][0]
+        return "the step itself was slow", ""
+    return ("the worker waited for its plan" if plan >= way else "between worker and scheduler"), ""
 
 
 def _usual_us(steps: Sequence[StepTrace]) -> float:

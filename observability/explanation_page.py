@@ -8,13 +8,10 @@ from typing import Any
 from urllib.parse import quote
 
 from observability.explanation import Interval, by_cause
-from observability.explanation_text import details, duration
+from observability.explanation_text import USUAL, details, duration
 from observability.page_style import STAGES, page
 from observability.phases import Gap, Phase, contents, phases, slow_gaps, usual_gap_ms
 from shared.flight_record import Report, RequestTrace
-
-USUAL = {"decode": "at the usual pace", "prefill": "its own prompt"}
-"""Said where there is no cause to name."""
 
 MOST_ROWS = 2000
 """Intervals of one phase that the page shows; the JSON has them all."""
@@ -85,7 +82,7 @@ def as_page(report: Report, pieces: Sequence[Interval], intervals: Sequence[Inte
     begin = intervals[0].begin_ns if intervals else 0
     body = (
         _nav('<a href="?format=json">JSON</a>')
-        + f"<header><h1><code>{_text(request.request_id)}</code> took {duration(total)}</h1>"
+        + f"<header><h1><code>{_text(request.request_id)}</code> {_took(intervals)}</h1>"
         f"<p class=soft>{_ending(about)}{_family(about, report)}</p></header>"
         + _facts(about, pieces)
         + _strip(intervals, total)
@@ -94,7 +91,7 @@ def as_page(report: Report, pieces: Sequence[Interval], intervals: Sequence[Inte
         + _waterfall(intervals, total)
         + (f"<p class=soft>{report.left_out:,} uneventful steps are not shown.</p>" if report.left_out else "")
     )
-    return page(f"{request.request_id}: {duration(total)}", body)
+    return page(f"{request.request_id} {_took(intervals)}", body)
 
 
 def list_page(requests: Sequence[RequestTrace]) -> bytes:
@@ -131,6 +128,10 @@ def _nav(more: str = "") -> str:
     return (
         f'<nav><a href="/dashboard">Dashboard</a><a href="/debug/requests?slowest=20">Slowest requests</a>{more}</nav>'
     )
+
+
+def _took(intervals: Sequence[Interval]) -> str:
+    return f"took {duration(sum(one.ms for one in intervals))}"
 
 
 def _ending(about: dict[str, Any]) -> str:

@@ -9,6 +9,14 @@ from typing import Any
 from observability.explanation import Interval, by_cause
 from observability.phases import Phase, phases
 
+USUAL = {
+    "queue": "for the next plan",
+    "prefill": "its own prompt",
+    "decode": "at the usual pace",
+    "stream": "to the client",
+}
+"""Said where there is no cause to name."""
+
 
 def duration(ms: float) -> str:
     """With the digits that matter."""
@@ -49,7 +57,7 @@ def lines(
         "where the time went:",
     ]
     for stage, cause, ms in by_cause(intervals)[:8]:
-        made.append(f"{duration(ms):>10} {ms / total:>5.0%}  {stage}{': ' + cause if cause else ''}")
+        made.append(f"{duration(ms):>10} {ms / total:>5.0%}  {stage}{_colon(cause or USUAL.get(stage, ''))}")
     if gaps:
         made += ["", f"slowest gaps between tokens (usually {duration(about['usual_gap_ms'])}):"]
         for gap in gaps[: None if full else 5]:
@@ -71,6 +79,10 @@ def lines(
     if folded:
         made += ["", f"{_hidden(phases(intervals)):,} intervals are folded; --full shows each"]
     return made
+
+
+def _colon(text: str) -> str:
+    return f": {text}" if text else ""
 
 
 def _hidden(found: Sequence[Phase]) -> int:

@@ -84,9 +84,10 @@ class FlightRecorder:
                 choice.stays.append(Stay(worker, plan.step, now, start.computed, known))
                 self._near_its_end(worker, start.slot, key, choice.stays[-1], firsts)
         if self._nearly:
-            # The last token of a prompt runs as a decode does.
-            ending = [(worker, slot) for slot in plan.decodes if (worker, slot) in self._nearly]
-            firsts += [self._nearly.pop(slot) for slot in ending]
+            # The last token of a prompt runs as a decode does. Few are so far, many decode.
+            decodes = plan.decodes
+            ending = [key for key in self._nearly if key[0] == worker and key[1] in decodes]
+            firsts += [self._nearly.pop(key) for key in ending]
         recompute = sum(self._chunk(worker, slot, tokens, firsts) for slot, tokens in plan.chunks)
         if firsts:
             self._firsts[worker, plan.step] = firsts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import threading
@@ -17,7 +18,7 @@ from whole_mesh import SIMULATED, Mesh, running_mesh
 
 pytestmark = [pytest.mark.mesh, pytest.mark.browser, pytest.mark.timeout(300)]
 
-CLIENTS = 20
+CLIENTS = 30
 SHOTS = os.environ.get("HEADRACE_SHOTS", "")
 """A folder for the screenshots of the documentation; they are not taken without it."""
 
@@ -31,8 +32,12 @@ def loaded(tiny: Path) -> Iterator[Mesh]:
         "--scheduler-id", "scheduler-0", "--max-num-seqs", "10", "--max-num-batched-tokens", "384",
         "--no-growth-aware-admission", "--admission-watermark", "0",
     )  # fmt: skip
-    steps = ("--simulate-base-us", "14000", "--simulate-token-us", "90", "--simulate-blocks", "330")
-    with running_mesh(tiny, scheduler=scheduler, worker=(*SIMULATED, *steps), workers=2) as mesh:
+    steps = ("--simulate-base-us", "14000", "--simulate-token-us", "90", "--simulate-blocks", "220")
+    worker = (*SIMULATED, *steps)
+    with running_mesh(tiny, scheduler=scheduler, worker=(*worker, "--worker-id", "worker-0")) as mesh:
+        mesh.stack.start(
+            "worker", "--model", str(tiny), "--served-model-name", mesh.model, *worker, "--worker-id", "worker-1"
+        )
         over = threading.Event()
         clients = [threading.Thread(target=_client, args=(mesh, number, over)) for number in range(CLIENTS)]
         for client in clients:
@@ -50,14 +55,17 @@ def _client(mesh: Mesh, number: int, over: threading.Event) -> None:
     chance = random.Random(number)
     system = [7 * index % 250 + 5 for index in range(96)]  # a prompt that many begin with
     with httpx.Client(base_url=mesh.url, timeout=120) as http:
-        while not over.is_set():
+        for turn in itertools.count():
+            if over.is_set():
+                return
             length = chance.choice([20, 60, 200, 200, 1200 if number % 5 == 0 else 300])
             prompt = (system if number % 2 else []) + [chance.randint(5, 255) for _ in range(length)]
             body = {
                 "model": mesh.model, "prompt": prompt, "max_tokens": chance.randint(20, 160), "ignore_eos": True,
                 "stream": True, "priority": chance.choice([0, 0, 0, 1, 5]),
             }  # fmt: skip
-            with http.stream("POST", "/v1/completions", json=body) as answer:
+            name = {"x-request-id": f"chat-{number}-{turn}"}
+            with http.stream("POST", "/v1/completions", json=body, headers=name) as answer:
                 for _ in answer.iter_bytes():
                     if over.is_set():
                         break
@@ -83,7 +91,7 @@ def test_from_a_slow_request_to_its_explanation(loaded: Mesh, browser: Chromium)
     url = debug_url(loaded)
     browser.colour_scheme("light")
     browser.open(f"{url}/dashboard")
-    assert browser.until("document.querySelectorAll('.worker canvas').length") == 2
+    browser.until("document.querySelectorAll('.worker canvas').length === 2")
     # Columns have been drawn: the strip is not one colour.
     browser.until(
         "(c => new Set(new Uint32Array(c.getContext('2d').getImageData(0, 0, c.width, c.height).data.buffer)).size)"
@@ -96,7 +104,7 @@ def test_from_a_slow_request_to_its_explanation(loaded: Mesh, browser: Chromium)
     browser.until("document.getElementById('tip').style.display === 'block'")
     assert browser.text("#tip").startswith("step ") and "rows: " in browser.text("#tip")
     if SHOTS:
-        browser.size(1400, 1240, 1.25)
+        browser.size(1400, 1240)
         browser.value("scrollTo(0, 0)")
         browser.move("#top")
         _settle(browser)

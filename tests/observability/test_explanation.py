@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import pytest
 from mesh_in_a_box import request
 from recorded_box import OFFSET_NS, RecordedBox
 
-from observability.explanation import Interval, by_cause, explain
+from observability.explanation import Interval, by_cause, explain, joined, pieces
+from observability.phases import contents, phases, slow_gaps
 from scheduler.core.limits import Limits
 from shared.flight_record import AnswerTrace
 
@@ -90,7 +92,7 @@ def test_the_token_budget_goes_to_other_prompts() -> None:
     one.run()
     found = explained(one, "short")
     assert any(interval.by == "document" for interval in found if interval.stage == "prefill")
-    assert main_cause(found, "prefill")[0] == "beside prompts of others"
+    assert main_cause(found, "prefill")[0] == "most of the token budget went to other prompts"
 
 
 def test_a_long_prefill_beside_a_decode() -> None:
@@ -159,6 +161,81 @@ def test_memory_is_bounded_and_live_requests_stay() -> None:
     one.run()
     assert len(one.recorder._requests) == 5
     assert len(one.recorder.slowest(3)) == 3
+
+
+def test_forgotten_steps_leave_the_stages() -> None:
+    one = box()
+    one.submit(request("r", prompt_len=60, max_tokens=20))
+    one.run()
+    whole = explained(one, "r")
+    prefill = sum(interval.ms for interval in whole if interval.stage == "prefill")
+    remembered = list(one.recorder.steps)
+    for kept in ([], remembered[10:], [*remembered[:2], *remembered[8:]]):
+        one.recorder.steps.clear()
+        one.recorder.steps.extend(kept)
+        found = explained(one, "r")
+        assert any(interval.cause == "its steps are not remembered one by one" for interval in found)
+        assert abs(sum(interval.ms for interval in found if interval.stage == "prefill") - prefill) < 0.01
+        assert not any(interval.cause == "the step itself was slow" for interval in found)
+
+
+def test_folding_loses_no_time_and_gaps_name_their_steps() -> None:
+    one = box(max_num_batched_tokens=64, prefill_chunk_limit=48)
+    one.submit(request("chat", max_tokens=60, arrival_ns=0))
+    for _ in range(10):
+        one.step()
+    one.submit(request("document", prompt_len=300, max_tokens=2, arrival_ns=1))
+    one.run()
+    each = pieces(one.report("chat"))
+    folded = phases(joined(each))
+    assert sum(phase.ms for phase in folded) == pytest.approx(sum(piece.ms for piece in each))
+    assert [phase.stage for phase in folded][-2:] == ["prefill", "decode"]
+    assert sum(piece.token for piece in each) == 60
+    gaps = slow_gaps(each)
+    assert gaps and gaps == sorted(gaps, key=lambda gap: -gap.ms)
+    assert (
+        gaps[0].by == "document"
+        and gaps[0].step is not None
+        and "prompt tokens (document 48)" in contents(gaps[0].step)
+    )
+
+
+def test_a_gap_across_a_preemption_is_one_gap() -> None:
+    one = box(num_blocks=14)
+    for index, name in enumerate("abcd"):
+        one.submit(request(name, prompt_len=6, max_tokens=24, arrival_ns=index))
+    one.run()
+    victim = next(name for step in one.recorder.steps for name, _, _ in step.preempted)
+    each = pieces(one.report(victim))
+    assert sum(piece.token for piece in each) == 24, "each token came once"
+    worst = slow_gaps(each)[0]
+    assert worst.step is None and "preempted" in worst.cause
+
+
+def test_a_call_with_several_prompts_and_ids_that_are_used_again() -> None:
+    one = box()
+    for index in range(3):
+        one.submit(request(f"r{index}", max_tokens=3 + index, arrival_ns=index))
+    one.run()
+    for index in range(2):
+        one.recorder.answered(AnswerTrace(f"r{index}", "cmpl-1", "mine", "completions", 5, finished_ns=9))
+    both = one.report("mine")
+    assert both.request is not None and both.request.request_id == "r1" and both.siblings == ["r0"]
+    assert one.report("r0").siblings == ["r1"] and one.report("cmpl-1").siblings == ["r0"]
+    one.recorder.answered(AnswerTrace("r2", "cmpl-2", "mine", "completions", 6, finished_ns=9))
+    last = one.report("mine")
+    assert last.request is not None and last.request.request_id == "r2" and not last.siblings
+    assert one.report("cmpl-1").siblings == ["r0"]
+
+
+def test_refusals_are_remembered_apart() -> None:
+    one = box()
+    for index in range(300):
+        one.recorder.refused(request(f"no{index}"), "queue_full: the queue is full", one.now)
+    record = one.report("no299").request
+    assert record is not None and record.choices[0].end == "refused: queue_full: the queue is full"
+    assert one.report("no0").request is None and not one.recorder.requests()
+    assert explain(one.report("no299")) == []
 
 
 def test_an_unknown_request_is_told_as_such() -> None:
