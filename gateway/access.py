@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from gateway.errors import ApiError
+from gateway.errors import UNAUTHORIZED, ApiError
 from gateway.keys import ApiKey, Keyring
 from gateway.limits import Allowance, Allowances
-from gateway.responses import client_request_id, send_error
+from gateway.responses import id_header, send_error
 
 OPEN_PATHS = frozenset({"/health"})
 """Liveness only: a probe has no key. Metrics are on a listener of their own."""
@@ -92,10 +92,7 @@ class KeyGate:
             key = self._keys.find(presented)
             if key is None:
                 self._on_refused()
-                request_id = client_request_id(scope)
-                headers = [(b"www-authenticate", b"Bearer")]
-                if request_id is not None:
-                    headers.append((b"x-request-id", request_id.encode()))
+                headers = [(b"www-authenticate", b"Bearer"), id_header(scope)]
                 await send_error(send, _unauthorized(bool(presented)), headers)
                 return
             scope[_SCOPE_KEY] = Access(key, self._allowances.of(key.id, key))
@@ -118,6 +115,6 @@ def _presented(scope: Scope) -> str:
 def _unauthorized(presented: bool) -> ApiError:
     """OpenAI's answer. It never quotes what was presented."""
     if presented:
-        return ApiError(401, "the API key is not valid", code="invalid_api_key", outcome="unauthorized")
+        return ApiError(401, "the API key is not valid", code="invalid_api_key", outcome=UNAUTHORIZED)
     message = "no API key was given; send it as 'Authorization: Bearer KEY'"
-    return ApiError(401, message, code="missing_api_key", outcome="unauthorized")
+    return ApiError(401, message, code="missing_api_key", outcome=UNAUTHORIZED)

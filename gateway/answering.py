@@ -28,7 +28,7 @@ from gateway.keys import Keyring
 from gateway.ledger import RequestRecord
 from gateway.metrics import GatewayMetrics
 from gateway.parameters import CompletionRequest
-from gateway.responses import client_request_id, header, send_error, send_whole
+from gateway.responses import header, id_header, request_id, send_error, send_whole
 from gateway.tokenizer import PromptTokenizer
 from gateway.visit import Visit, record_answer, sampling_attributes
 from gateway.writers import Writer
@@ -88,8 +88,8 @@ class Gateway:
             raise unavailable("the gateway is draining", Outcome.DRAINING.value)
         if self.in_flight > self.config.max_concurrent_requests:
             raise ApiError(
-                429, f"more than {self.config.max_concurrent_requests} requests at once", "rate_limit_error",
-                code="too_many_requests", retry_after_s=1.0, outcome=Outcome.QUEUE_FULL.value,
+                429, f"more than {self.config.max_concurrent_requests} requests at once (--max-concurrent-requests)",
+                "rate_limit_error", code="too_many_requests", retry_after_s=1.0, outcome=Outcome.QUEUE_FULL.value,
             )  # fmt: skip
 
     def why_not_ready(self) -> str | None:
@@ -145,7 +145,6 @@ class AnswerApp:
 
     def _visit(self, scope: Scope) -> Visit:
         arrival_ns = time.time_ns()
-        request_id = client_request_id(scope) or new_request_id()
         model = self._gateway.model
         span = self._gateway.tracing.start(
             f"{self._endpoint.operation} {model}",
@@ -155,12 +154,12 @@ class AnswerApp:
                 names.OPERATION_NAME: self._endpoint.operation,
                 names.PROVIDER_NAME: names.PROVIDER,
                 names.REQUEST_MODEL: model,
-                names.CLIENT_REQUEST_ID: request_id,
+                names.CLIENT_REQUEST_ID: request_id(scope),
             },
             SpanKind.SERVER,
         )
         flight = Flight(time.monotonic(), self._gateway.metrics)
-        visit = Visit(request_id, arrival_ns, flight, span, [(b"x-request-id", request_id.encode())])
+        visit = Visit(request_id(scope), arrival_ns, flight, span, [id_header(scope)])
         visit.access = access_of(scope)
         return visit
 

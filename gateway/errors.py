@@ -10,6 +10,9 @@ import msgspec
 
 from shared.messages import Outcome, SubmitReply
 
+RATE_LIMITED, UNAUTHORIZED = "rate_limited", "unauthorized"
+"""Outcomes that no scheduler hears of: a key beyond its own limit, and no key that opens."""
+
 
 @dataclass(slots=True)
 class ApiError(Exception):
@@ -60,6 +63,13 @@ def interrupted(message: str) -> ApiError:
 def queue_full(message: str, retry_after_s: float) -> ApiError:
     status, kind, code, _ = REFUSALS[Outcome.QUEUE_FULL]
     return ApiError(status, message, kind, None, code, retry_after_s, Outcome.QUEUE_FULL.value)
+
+
+def rate_limited(message: str, retry_after_s: float) -> ApiError:
+    """A key is over a limit of its own, however idle the mesh is."""
+    return ApiError(
+        429, message, "rate_limit_error", None, "rate_limit_exceeded", retry_after_s, outcome=RATE_LIMITED
+    )  # fmt: skip
 
 
 def late(message: str) -> ApiError:

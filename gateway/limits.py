@@ -10,8 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from gateway.errors import ApiError
-from shared.messages import Outcome
+from gateway.errors import rate_limited
 
 
 class Bounds(Protocol):
@@ -67,11 +66,11 @@ class Allowance:
     def enter(self, now_s: float) -> None:
         """One request begins; a 429 that says when to come back, and nothing is counted, if it may not."""
         if 0 < self._concurrency <= self.in_flight:
-            raise _limited(f"{self.in_flight} requests of this key are open; it may have {self._concurrency}", 1.0)
+            raise rate_limited(f"{self.in_flight} requests of this key are open; it may have {self._concurrency}", 1.0)
         if self._requests is not None:
             wait_s = self._requests.wait_s(1, now_s)
             if wait_s > 0:
-                raise _limited(f"this key may make {self._requests.per_minute} requests per minute", wait_s)
+                raise rate_limited(f"this key may make {self._requests.per_minute} requests per minute", wait_s)
             self._requests.level -= 1
         self.in_flight += 1
 
@@ -85,7 +84,7 @@ class Allowance:
             return
         wait_s = self._tokens.wait_s(tokens, now_s)
         if wait_s > 0:
-            raise _limited(
+            raise rate_limited(
                 f"this key may use {self._tokens.per_minute} tokens per minute; this request can use {tokens}", wait_s
             )
         self._tokens.level -= tokens
@@ -134,13 +133,6 @@ def _adopted(bucket: TokenBucket | None, per_minute: int, now_s: float) -> Token
         return TokenBucket(per_minute, float(per_minute), now_s)
     bucket.fill(now_s)
     return TokenBucket(per_minute, min(bucket.level, float(per_minute)), now_s)
-
-
-def _limited(message: str, wait_s: float) -> ApiError:
-    return ApiError(
-        429, message, "rate_limit_error", code="rate_limit_exceeded", retry_after_s=wait_s,
-        outcome=Outcome.QUEUE_FULL.value,
-    )  # fmt: skip
 
 
 def _duration(seconds: float) -> str:

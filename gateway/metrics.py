@@ -40,7 +40,7 @@ TOKEN_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20
 
 
 class GatewayMetrics:
-    """Every metric of one gateway. ``outcome`` is finished, aborted, failed, or a refusal's Outcome."""
+    """Every metric of one gateway. ``outcome`` is finished, aborted, failed, or why it was refused."""
 
     def __init__(self, model: str) -> None:
         self.registry = CollectorRegistry()

@@ -5,13 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from gateway.errors import ApiError
 from gateway.writers import JSON
+from shared.ids import new_request_id
 
 Headers = Iterable[tuple[bytes, bytes]]
 
+_ID_KEY = "headrace.request_id"
 _CLIENT_ID = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}")
 
 
@@ -21,6 +23,32 @@ def client_request_id(scope: Scope) -> str | None:
         if name == b"x-request-id":
             return value.decode() if _CLIENT_ID.fullmatch(value) else None
     return None
+
+
+def request_id(scope: Scope) -> str:
+    """The client's id, else one of ours: settled once, so that answer, log and trace have the same."""
+    found = scope.get(_ID_KEY)
+    if not isinstance(found, str):
+        found = scope[_ID_KEY] = client_request_id(scope) or new_request_id()
+    return found
+
+
+def id_header(scope: Scope) -> tuple[bytes, bytes]:
+    return b"x-request-id", request_id(scope).encode()
+
+
+def with_request_id(scope: Scope, send: Send) -> Send:
+    """``send``, which gives an answer its request's id unless it has one."""
+
+    async def send_with_id(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            headers = list(message.get("headers", ()))
+            if all(name != b"x-request-id" for name, _ in headers):
+                headers.append(id_header(scope))
+            message = {**message, "headers": headers}
+        await send(message)
+
+    return send_with_id
 
 
 def header(scope: Scope, wanted: bytes) -> str:

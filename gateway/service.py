@@ -19,7 +19,7 @@ from gateway.app import make_app
 from gateway.config import GatewayConfig
 from gateway.direct_routes import DirectRoutes
 from gateway.dispatch import Dispatch
-from gateway.errors import unavailable
+from gateway.errors import UNAUTHORIZED, unavailable
 from gateway.file_limit import allow_connections
 from gateway.http_protocol import HttpLimits, http_protocol
 from gateway.keys import Keyring, KeysError
@@ -87,7 +87,7 @@ async def run_gateway(gateway: Gateway, listener: socket.socket, stop: asyncio.E
             KeyGate(
                 DirectRoutes(make_app(gateway)),
                 gateway.keys,
-                gateway.metrics.requests.labels("any", "unauthorized").inc,
+                gateway.metrics.requests.labels("any", UNAUTHORIZED).inc,
             ),
             http=http_protocol(limits),
             ws="none",

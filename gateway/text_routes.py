@@ -16,8 +16,7 @@ from gateway.decoding import is_token_id
 from gateway.errors import ApiError, invalid
 from gateway.fields import Fields
 from gateway.parameters import read_model
-from gateway.responses import client_request_id, send_error, send_whole
-from shared.ids import new_request_id
+from gateway.responses import send_error, send_whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +109,7 @@ class TextApp:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         gateway = self._gateway
-        headers = [(b"x-request-id", (client_request_id(scope) or new_request_id()).encode())]
+        headers: list[tuple[bytes, bytes]] = []
         outcome = "failed"
         access = access_of(scope)
         gateway.enter()

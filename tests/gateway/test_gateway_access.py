@@ -141,6 +141,7 @@ def test_requests_per_minute(tokenizer_folder: Path, file: Path) -> None:
         assert http.get("/v1/models", headers=bearer("k")).status_code == 200, "only answers count"
         assert http.post("/generate", json=BODY, headers=bearer("f")).status_code == 200
         assert len(gw.mesh.submits) == 3
+        gw.until(lambda: gw.metric("headrace_gateway_requests_total", endpoint="generate", outcome="rate_limited") == 1)
 
 
 def test_tokens_per_minute_are_counted_as_used(tokenizer_folder: Path, file: Path) -> None:

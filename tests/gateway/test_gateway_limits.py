@@ -18,6 +18,7 @@ def test_a_minutes_requests_may_come_at_once_and_come_back_one_by_one() -> None:
         allowance.enter(100.0)
     assert refused.value.status == 429 and refused.value.code == "rate_limit_exceeded"
     assert refused.value.retry_after_s == pytest.approx(20)
+    assert refused.value.outcome == "rate_limited", "nothing of the mesh is full"
     allowance.enter(120.0)
     with pytest.raises(ApiError):
         allowance.enter(120.0)
