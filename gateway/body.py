@@ -18,6 +18,7 @@ from gateway.errors import ApiError, invalid
 MAX_NESTING = 128  # arrays and objects within one another
 MAX_PARTS = 50_000  # arrays and objects, and again as many keys
 
+_FORM = b"application/x-www-form-urlencoded"
 _decoder = msgspec.json.Decoder()
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)  # possessive, and ends anywhere: linear on any input
 
@@ -65,7 +66,10 @@ def check_media_type(scope: Scope) -> None:
             media_type = value.split(b";")[0].strip().lower()
             if media_type != b"application/json":
                 told = media_type.decode("latin-1")
-                raise ApiError(415, f"the body must be application/json, not {told:.80}", code="unsupported_media_type")
+                # curl's -d says so unless it is told otherwise
+                hint = "; add -H 'Content-Type: application/json'" if media_type == _FORM else ""
+                message = f"the body must be application/json, not {told:.80}{hint}"
+                raise ApiError(415, message, code="unsupported_media_type")
 
 
 def parse_json(body: bytes) -> dict[str, Any]:
@@ -104,4 +108,4 @@ def _is_deeper(root: dict[str, Any] | list[Any], limit: int) -> bool:
 
 
 def _too_large(max_bytes: int) -> ApiError:
-    return ApiError(413, f"the body is larger than {max_bytes} bytes", code="body_too_large")
+    return ApiError(413, f"the body is larger than {max_bytes} bytes (--max-body-bytes)", code="body_too_large")

@@ -107,12 +107,13 @@ class Decoding:
 def read_decoding(
     fields: Fields, limits: GatewayConfig, prompts: int, max_tokens: int | None, report: Report
 ) -> Decoding:
-    n = fields.integer("n", 1, 1, limits.max_n)
-    best_of = n if fields.raw("best_of") is None else fields.integer("best_of", n, 1, limits.max_n)
+    n = fields.integer("n", 1, 1, limits.max_n, "--max-n")
+    best_of = fields.integer("best_of", n, 1, limits.max_n, "--max-n")
     if best_of < n:
         raise invalid(f"'best_of' {best_of} is less than n {n}", "best_of")
     if prompts * best_of > limits.max_choices:
-        raise invalid(f"{prompts} prompts times {best_of} choices is more than {limits.max_choices}", "n")
+        message = f"{prompts} prompts times {best_of} choices is more than {limits.max_choices} (--max-choices)"
+        raise invalid(message, "n")
     beam_search = fields.boolean("use_beam_search", False)
     seed = fields.optional_integer("seed", -_INT64, _INT64 - 1)
     return Decoding(
@@ -174,7 +175,7 @@ def _stop_strings(value: Any, most: int) -> tuple[str, ...]:
     if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
         raise invalid("'stop' must be a string or a list of strings", "stop")
     if len(stops) > most:
-        raise invalid(f"'stop' must have at most {most} strings", "stop")
+        raise invalid(f"'stop' must have at most {most} strings (--max-stop-strings)", "stop")
     if not all(0 < len(stop) <= MAX_STOP_CHARS for stop in stops):
         raise invalid(f"each string of 'stop' must have 1 to {MAX_STOP_CHARS} characters", "stop")
     return tuple(dict.fromkeys(stops))

@@ -25,12 +25,12 @@ class Fields:
             raise _refused(name, "is required", "missing_required_parameter")
         return value
 
-    def integer(self, name: str, default: int, low: int, high: int) -> int:
-        value = self.optional_integer(name, low, high)
+    def integer(self, name: str, default: int, low: int, high: int, option: str = "") -> int:
+        value = self.optional_integer(name, low, high, option)
         return default if value is None else value
 
-    def optional_integer(self, name: str, low: int, high: int | None) -> int | None:
-        """An integer in [low, high]; no upper bound with None."""
+    def optional_integer(self, name: str, low: int, high: int | None, option: str = "") -> int | None:
+        """An integer in [low, high]; no upper bound with None. ``option``: the flag that sets ``high``, if one does."""
         value = self.raw(name)
         if value is None:
             return None
@@ -38,6 +38,7 @@ class Fields:
             raise _refused(name, "must be an integer", "invalid_type")
         if value < low or (high is not None and value > high):
             bounds = f"be at least {low}" if high is None else f"be between {low} and {high}"
+            bounds += f" ({option})" if option else ""
             side = "below_min" if value < low else "above_max"
             raise _refused(name, f"must {bounds}", f"integer_{side}_value")
         return value

@@ -11,6 +11,7 @@ import asyncio
 import hashlib
 import logging
 import random
+import re
 import threading
 import time
 from collections import OrderedDict
@@ -39,6 +40,7 @@ KEPT_VERDICTS = 512
 WALKS = 2
 WALK_STEPS = 16
 _MAX_REASON_CHARS = 300
+_UNIMPLEMENTED = re.compile(r"Unimplemented keys: \[(.*)\]")  # as the engine puts it
 
 
 class GrammarCheck:
@@ -130,7 +132,7 @@ class GrammarCheck:
         clock = _Clock()
         matcher = LLMatcher(tokenizer, source, log_level=0, limits=self._limits)
         if matcher.is_error():
-            return f"the grammar cannot be used: {_one_line(matcher.get_error())}"
+            return _why(matcher.get_error())
         slow = clock.slow()
         draw = random.Random(0)
         for _ in range(WALKS):
@@ -139,7 +141,7 @@ class GrammarCheck:
                 mask: bytes = matcher.compute_logit_bias()
                 slow = slow or clock.slow()
                 if matcher.is_error():
-                    return f"the grammar cannot be used: {_one_line(matcher.get_error())}"
+                    return _why(matcher.get_error())
                 if slow:
                     return "the grammar is too complex: it would slow every request down"
                 token = _any_allowed(mask, draw)
@@ -172,6 +174,14 @@ def _any_allowed(mask: bytes, draw: random.Random) -> int:
     start = draw.randrange(len(mask))
     found = mask.find(b"\xc8", start)  # 200: allowed
     return found if found >= 0 else mask.find(b"\xc8")
+
+
+def _why(error: str) -> str:
+    """The engine's refusal in the words of those who wrote the schema."""
+    if found := _UNIMPLEMENTED.search(error):
+        keywords = ", ".join(re.findall(r'"([^"]*)"', found[1]))
+        return f"keywords that are not supported: {keywords[:_MAX_REASON_CHARS]}"
+    return f"the grammar cannot be used: {_one_line(error)}"
 
 
 def _one_line(text: str) -> str:

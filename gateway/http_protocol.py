@@ -108,7 +108,8 @@ class GatewayHttpProtocol(HttpToolsProtocol):
         if over > MAX_CONNECTIONS_REFUSED:
             transport.abort()
         elif over > 0:
-            self._refuse(unavailable(f"more than {self.limits.max_connections} connections at once", "connections"))
+            message = f"more than {self.limits.max_connections} connections at once (--max-connections)"
+            self._refuse(unavailable(message, "connections"))
 
     def connection_lost(self, exc: Exception | None) -> None:
         for timer in (

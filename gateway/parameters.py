@@ -181,7 +181,8 @@ def read_prompts(value: Any, limits: GatewayConfig) -> tuple[Prompt, ...]:
     if all(is_token_id(item) for item in value):
         return (tuple(value),)
     if len(value) > limits.max_prompts:
-        raise invalid(f"'prompt' has {len(value)} entries; at most {limits.max_prompts} are taken", "prompt")
+        message = f"'prompt' has {len(value)} entries; at most {limits.max_prompts} are taken (--max-prompts)"
+        raise invalid(message, "prompt")
     if all(isinstance(item, str) for item in value):
         return tuple(value)
     if all(isinstance(item, list) and all(is_token_id(token) for token in item) for item in value):

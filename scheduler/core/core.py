@@ -121,7 +121,7 @@ class SchedulerCore(SearchingState):
             needs = self._queued_ns(submit) + self._predicted_ns(submit.model, len(tokens), 0, submit)
             left_ms = (deadline - now - needs) // 1_000_000
             if left_ms < 0:
-                outcome, reason = Outcome.DEADLINE, f"it is predicted to miss its deadline by {-left_ms} ms"
+                outcome, reason = Outcome.DEADLINE, f"the request is predicted to miss its deadline by {-left_ms} ms"
         if outcome is not Outcome.ACCEPTED:
             return SubmitReply(outcome, self.epoch, reason, retry_after_ms=self._retry_after_ms(outcome, submit))
         if known is not None:
@@ -348,7 +348,7 @@ class SchedulerCore(SearchingState):
                     self._leave(beam)
                     self._end(beam, EndReason.FAILED.value, now)
                 self.counters.deadline_drops += 1
-                events.append(Failed(sequence, "dropped", "it can no longer make its deadline", now))
+                events.append(Failed(sequence, "dropped", "the request can no longer make its deadline", now))
         return events
 
     def _retry_after_ms(self, outcome: Outcome, submit: Submit) -> int:

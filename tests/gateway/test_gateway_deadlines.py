@@ -58,14 +58,14 @@ def test_a_field_that_is_no_time_is_a_400(gw: RunningGateway, http: httpx.Client
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_predicted_miss_is_refused_at_once(gw: RunningGateway, http: httpx.Client, stream: bool) -> None:
-    reason = "it is predicted to miss its deadline by 70 ms"
+    reason = "the request is predicted to miss its deadline by 70 ms"
     gw.mesh.refuse = lambda submit: SubmitReply(Outcome.DEADLINE, 7, reason)
     answer = http.post("/generate", json=BODY | {"timeout": 1, "stream": stream})
     assert answer.status_code == 504
     assert answer.json()["error"] == {
         "message": reason, "type": "timeout_error", "param": None, "code": "deadline_exceeded",
     }  # fmt: skip
-    assert gw.metric("headrace_gateway_requests_total", endpoint="generate", outcome="deadline") > 0
+    gw.until(lambda: gw.metric("headrace_gateway_requests_total", endpoint="generate", outcome="deadline") > 0)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -78,7 +78,7 @@ def test_what_is_dropped_later_ends_with_an_explicit_error(
     client = threading.Thread(target=lambda: answers.append(http.post("/v1/completions", json=body)))
     client.start()
     gw.until(lambda: bool(gw.mesh.running) and len(gw.mesh.running[0].tokens) > 3)
-    gw.call(gw.mesh.event(gw.mesh.submits[0], "dropped", "it can no longer make its deadline"))
+    gw.call(gw.mesh.event(gw.mesh.submits[0], "dropped", "the request can no longer make its deadline"))
     client.join(20)
     (answer,) = answers
     if stream:

@@ -134,6 +134,21 @@ def test_prompts_times_n_is_bounded() -> None:
     refused(lambda: parse_completion({"prompt": ["a"] * 4, "n": 4}, LIMITS), "n")
 
 
+@pytest.mark.parametrize(
+    ("body", "option"),
+    [
+        ({"prompt": "a", "n": 9}, "--max-n"),
+        ({"prompt": "a", "best_of": 9}, "--max-n"),
+        ({"prompt": ["a"] * 4, "n": 4}, "--max-choices"),
+        ({"prompt": ["a"] * 5}, "--max-prompts"),
+        ({"prompt": "a", "stop": ["x"] * 17}, "--max-stop-strings"),
+    ],
+)
+def test_a_limit_that_an_option_sets_names_it(body: dict[str, Any], option: str) -> None:
+    with pytest.raises(ApiError, match=option):
+        parse_completion(body, LIMITS)
+
+
 def test_top_k_over_the_vocabulary_is_no_top_k() -> None:
     assert completion(top_k=10**6).decoding.bind(MODEL, 10, 16).top_k == 0
 

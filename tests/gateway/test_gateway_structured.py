@@ -230,6 +230,12 @@ def test_ordinary_grammars_pass(check: GrammarCheck, fields: dict[str, Any]) -> 
     assert check.verdict(parse_completion({**PROMPT, **fields}, GatewayConfig()).decoding.constraint.grammar) == ""
 
 
+def test_keywords_that_the_engine_lacks_are_named(check: GrammarCheck) -> None:
+    fields = {"response_format": named({"properties": {"a": {"not": {}, "uniqueItems": True}}})}
+    verdict = check.verdict(parse_completion({**PROMPT, **fields}, GatewayConfig()).decoding.constraint.grammar)
+    assert verdict == "keywords that are not supported: not, uniqueItems"
+
+
 def test_a_repeat_up_to_the_limit_is_taken() -> None:
     parsed(structured_outputs={"regex": f"([ab]c){{{MAX_REGEX_SIZE // 2}}}"})
     with pytest.raises(ApiError):

@@ -84,6 +84,8 @@ def test_lengths_models_and_readiness(gw: RunningGateway, http: httpx.Client) ->
 def test_other_media_types_are_refused(http: httpx.Client, path: str, media_type: str) -> None:
     answer = http.post(path, content=b'{"prompt":"x"}', headers={"content-type": media_type})
     assert (answer.status_code, answer.json()["error"]["code"]) == (415, "unsupported_media_type")
+    hinted = "-H 'Content-Type: application/json'" in answer.json()["error"]["message"]
+    assert hinted == (media_type == "application/x-www-form-urlencoded"), "what curl -d says unless told otherwise"
 
 
 def test_json_may_have_parameters_or_no_name(http: httpx.Client) -> None:
