@@ -11,7 +11,9 @@ import asyncio
 import dataclasses
 import hashlib
 import logging
+import os
 import re
+import stat
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,6 +23,8 @@ log = logging.getLogger("headrace.gateway")
 
 POLL_S = 1.0
 MAX_KEY_CHARS = 512
+MAX_FILE_BYTES = 4 * 1024 * 1024  # tens of thousands of keys
+MAX_REASON_CHARS = 300  # of what is said of a file
 MAX_WEIGHT = 10_000
 MAX_PER_MINUTE = 10**12
 _NAME = re.compile(r"[A-Za-z0-9._:@/-]{1,64}")
@@ -56,7 +60,9 @@ def parse_keys(text: str) -> dict[bytes, ApiKey]:
     """The entries of a keys file by the digest of their key. Raises :class:`KeysError`."""
     try:
         tables = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except RecursionError:
+        raise KeysError("no valid TOML: nested too deeply") from None
+    except ValueError as error:  # a number of too many digits is no TOMLDecodeError
         raise KeysError(f"no valid TOML: {error}") from None
     entries = tables.pop("key", [])
     if tables:
@@ -116,7 +122,7 @@ class Keyring:
 
     def __init__(self, file: str = "", single: str = "") -> None:
         """Raises :class:`KeysError` if the file cannot be used: a gateway must not start open, or shut, by mistake."""
-        self._path = Path(file).expanduser() if file else None
+        self._path = _path(file) if file else None
         self._single = {digest_of(single): ApiKey("api-key")} if single else {}
         self._version: object = None
         self._keys: dict[bytes, ApiKey] = dict(self._single)
@@ -136,7 +142,10 @@ class Keyring:
         return self._keys.get(digest_of(presented)) if 0 < len(presented) <= MAX_KEY_CHARS else None
 
     def refresh(self) -> bool:
-        """Read the file again if it has changed: True if its keys are in force now. A bad one changes nothing."""
+        """Read the file again if it has changed: True if its keys are in force now. A bad one changes nothing.
+
+        Nor does one without keys: an editor or a copy that is not done yet must not shut everybody out.
+        """
         if self._path is None:
             return False
         version = _version(self._path)
@@ -158,20 +167,44 @@ class Keyring:
             await asyncio.to_thread(self.refresh)
 
     def _read(self, path: Path) -> dict[bytes, ApiKey]:
+        """The keys in force with this file. Raises :class:`KeysError`, whatever lies there."""
         try:
-            return parse_keys(path.read_text("utf-8")) | self._single
+            keys = parse_keys(_read_regular(path).decode("utf-8"))
+            if not keys:
+                raise KeysError("there are no keys in it")
+            return keys | self._single
         except OSError as error:
             raise KeysError(f"{path}: {error.strerror or error}") from None
         except UnicodeDecodeError:
             raise KeysError(f"{path}: no UTF-8") from None
         except KeysError as error:
-            raise KeysError(f"{path}: {error}") from None
+            raise KeysError(f"{path}: {str(error)[:MAX_REASON_CHARS]}") from None
+        except Exception as error:  # noqa: BLE001 - nothing that a file holds may end a gateway that serves
+            raise KeysError(f"{path}: it cannot be read ({type(error).__name__})") from None
+
+
+def _path(file: str) -> Path:
+    try:
+        return Path(file).expanduser()
+    except RuntimeError as error:  # ~nobody
+        raise KeysError(f"{file}: {error}") from None
+
+
+def _read_regular(path: Path) -> bytes:
+    """The bytes of a regular file; a pipe or a device might keep the reader for ever, so it is not even waited for."""
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise KeysError("no regular file")
+        data = file.read(MAX_FILE_BYTES + 1)
+    if len(data) > MAX_FILE_BYTES:
+        raise KeysError(f"larger than {MAX_FILE_BYTES} bytes")
+    return data
 
 
 def _version(path: Path) -> object:
     """What differs once the file was written or replaced; None while it is not there."""
     try:
-        stat = path.stat()
-    except OSError:
+        found = path.stat()
+    except (OSError, ValueError):  # a name with a NUL
         return None
-    return stat.st_mtime_ns, stat.st_size, stat.st_ino
+    return found.st_mtime_ns, found.st_size, found.st_ino

@@ -183,7 +183,10 @@ async def serve(config: GatewayConfig, stop: asyncio.Event) -> None:
             raise StartupError(str(error)) from None
         try:
             dispatch = Dispatch(config, bus, gateway_id, metrics, lambda: bus.reconnects + bus.slow_consumer_drops)
-            gateway = Gateway(config, dispatch, tokenizer, tracing, metrics)
+            try:
+                gateway = Gateway(config, dispatch, tokenizer, tracing, metrics)
+            except KeysError as error:  # the file has changed meanwhile
+                raise StartupError(str(error)) from None
             port = listener.getsockname()[1]
             log.info(
                 "%s serves %s on %s://%s:%d, metrics on http://%s:%d/metrics",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.keys import ApiKey, Keyring, KeysError, digest_of, parse_keys
+from gateway.keys import MAX_FILE_BYTES, ApiKey, Keyring, KeysError, digest_of, parse_keys
 
 
 def entry(key: str, key_id: str, more: str = "") -> str:
@@ -29,6 +29,8 @@ def test_an_entry_says_everything_about_its_key() -> None:
     ("text", "reason"),
     [
         ("[[key]", "no valid TOML"),
+        ("a=" + "[" * 500, "nested too deeply"),
+        ("a=" + "9" * 5000, "no valid TOML"),
         ("[key]\nid = 'a'", r"\[\[key\]\]"),
         ("key = [1]", r"\[\[key\]\]"),
         ("[[keys]]\nid = 'a'", "unknown key 'keys'"),
@@ -71,10 +73,9 @@ def test_one_key_by_option_and_a_file_go_together(tmp_path: Path) -> None:
     file.write_text(entry("filed", "alice"))
     ring = Keyring(str(file), "single")
     assert ring.find("filed") is not None and ring.find("single") is not None
-    file.write_text("")
+    file.write_text(entry("other", "bob"))
     assert ring.refresh()
-    assert ring.find("filed") is None and ring.find("single") is not None
-    assert ring.required, "an empty file lets nobody in"
+    assert ring.find("filed") is None and ring.find("other") is not None and ring.find("single") is not None
 
 
 def test_a_changed_file_is_in_force_and_a_bad_one_changes_nothing(
@@ -99,6 +100,63 @@ def test_a_changed_file_is_in_force_and_a_bad_one_changes_nothing(
     replacement.write_text(entry("four", "dave"))
     os.replace(replacement, file)
     assert ring.refresh() and ring.find("four") is not None
+
+
+HOPELESS = [
+    b"a=" + b"[" * 500, b"a=" + b"9" * 5000, b"\xff", b"\0", b"", b"# " + b"x" * MAX_FILE_BYTES,
+    b"[" + b"a." * 5000 + b"b]\n" + b"c=1", b"a=" + b"{b=" * 500,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("content", HOPELESS, ids=lambda content: repr(content[:6]))
+def test_nothing_that_the_file_holds_ends_a_gateway(
+    tmp_path: Path, content: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "keys.toml"
+    file.write_text(entry("one", "alice"))
+    ring = Keyring(str(file))
+    file.write_bytes(content)
+    assert not ring.refresh() and not ring.refresh()
+    assert ring.find("one") is not None
+    assert caplog.text.count("the keys stay as they were") == 1
+    with pytest.raises(KeysError, match=r"keys\.toml: ") as error:
+        Keyring(str(file), "single")
+    assert "\n" not in str(error.value) and len(str(error.value)) < 1000
+    file.write_text(entry("two", "bob"))
+    assert ring.refresh() and ring.find("two") is not None
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "directory"])
+def test_what_is_no_regular_file_is_refused_without_waiting_for_it(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "keys.toml"
+    path.write_text(entry("one", "alice"))
+    ring = Keyring(str(path))
+    path.unlink()
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    else:
+        path.mkdir()
+    assert not ring.refresh() and ring.find("one") is not None
+    with pytest.raises(KeysError, match=r"no regular file|Is a directory"):
+        Keyring(str(path))
+
+
+def test_a_file_that_has_lost_all_its_keys_counts_as_broken(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = tmp_path / "keys.toml"
+    file.write_text(entry("one", "alice"))
+    ring = Keyring(str(file), "single")
+    for emptied in ("", "# all gone\n", "key = []\n"):
+        file.write_text(emptied)
+        assert not ring.refresh() and ring.find("one") is not None
+    assert caplog.text.count("there are no keys in it") == 3
+
+
+def test_a_path_that_names_nothing_is_a_keys_error() -> None:
+    for path in ("a\0b", "~no-such-user-here/keys.toml"):
+        with pytest.raises(KeysError):
+            Keyring(path)
 
 
 def test_a_gateway_does_not_start_on_a_bad_file(tmp_path: Path) -> None:
