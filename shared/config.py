@@ -20,6 +20,7 @@ from typing import Any, NoReturn, TypeVar
 
 ENV_PREFIX = "HEADRACE_"
 CONFIG_FILE_ENV = "HEADRACE_CONFIG"
+MAX_FILE_BYTES = 4 * 1024 * 1024
 
 T = TypeVar("T")
 
@@ -184,10 +185,17 @@ def read_file(path: Path) -> dict[str, dict[str, Any]]:
     """The tables of a TOML configuration file."""
     try:
         with path.open("rb") as file:
-            tables = tomllib.load(file)
+            data = file.read(MAX_FILE_BYTES + 1)
+        if len(data) > MAX_FILE_BYTES:
+            raise ConfigError(f"{path}: larger than {MAX_FILE_BYTES} bytes")
+        tables = tomllib.loads(data.decode("utf-8"))
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: {error.strerror or error}") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: nested too deeply") from None
+    except ConfigError:
+        raise
+    except ValueError as error:  # no TOML, no UTF-8, a number of too many digits, a name with a NUL
         raise ConfigError(f"{path}: {error}") from None
     for name, table in tables.items():
         if not isinstance(table, dict):

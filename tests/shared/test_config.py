@@ -7,7 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from shared.config import ConfigError, MeshConfig, at_least, check_keys, option, parse_service, resolve, size_bytes
+from shared.config import (
+    MAX_FILE_BYTES,
+    ConfigError,
+    MeshConfig,
+    at_least,
+    check_keys,
+    option,
+    parse_service,
+    resolve,
+    size_bytes,
+)
 
 
 @dataclass(frozen=True)
@@ -83,6 +93,21 @@ def test_a_bad_command_line_is_one_line_and_exit_2(argv: list[str], capsys: pyte
         parse_service(ToyConfig, "toy", "toy", argv)
     assert caught.value.code == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "content", [b"a=" + b"[" * 500, b"a=" + b"9" * 5000, b"\xff\xfe", b"\0", b"#" * (MAX_FILE_BYTES + 1)],
+    ids=["deep", "long number", "no UTF-8", "NUL", "large"],
+)  # fmt: skip
+def test_a_file_of_any_content_is_one_line_and_exit_2(
+    tmp_path: Path, content: bytes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "headrace.toml").write_bytes(content)
+    with pytest.raises(SystemExit) as caught:
+        parse_service(ToyConfig, "toy", "toy", ["--config", str(tmp_path / "headrace.toml")])
+    assert caught.value.code == 2
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1 and "headrace.toml: " in told
 
 
 @pytest.mark.parametrize(
