@@ -7,6 +7,7 @@ people get three answers for the same card because they leave out different thin
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -99,24 +100,27 @@ def text_of(deployment: Deployment, found: Capacity) -> str:
         )
         for row in rows
     ]
-    if all(row.kv_bytes <= 0 for row in found.assumptions):
-        lines += ["", "The weights alone do not fit: give more GPUs with --tp."]
     return "\n".join(lines)
 
 
 def parser() -> Parser:
     made = Parser(prog="headrace capacity", description="How many sequences a model and a GPU hold, and why.")
-    made.add_argument("--model", default="llama-2-13b", help=f"{', '.join(MODELS)}, or a config.json (or its folder)")
-    made.add_argument("--gpu", default="a100-40", help=", ".join(GPUS))
-    made.add_argument("--tp", type=int, default=1, help="GPUs that share the model (tensor parallelism)")
-    made.add_argument("--block-size", type=int, default=16, help="tokens in a KV block")
+    shown = "(default: %(default)s)"
+    made.add_argument(
+        "--model", default="llama-2-13b", help=f"{', '.join(MODELS)}, or a config.json or its folder {shown}"
+    )
+    made.add_argument("--gpu", default="a100-40", help=f"{', '.join(GPUS)} {shown}")
+    made.add_argument("--tp", type=int, default=1, help=f"GPUs that share the model, tensor parallelism {shown}")
+    made.add_argument("--block-size", type=int, default=16, help=f"tokens in a KV block {shown}")
     made.add_argument(
         "--length", type=int, action="append", default=None, metavar="TOKENS",
         help="length of a sequence, prompt and output; may be repeated (default: 512 and 2048)",
     )  # fmt: skip
-    made.add_argument("--memory-share", type=float, default=0.9, help="share of the card that is used at all")
-    made.add_argument("--activations-gb", type=float, default=1.5, help="for activations and the runtime, per card")
-    made.add_argument("--kv-gb", type=float, default=None, help="one more row: a KV cache of this size")
+    made.add_argument("--memory-share", type=float, default=0.9, help=f"share of the card that is used at all {shown}")
+    made.add_argument(
+        "--activations-gb", type=float, default=1.5, help=f"for activations and the runtime, per card {shown}"
+    )
+    made.add_argument("--kv-gb", type=float, default=None, help="one more row: a KV cache of this size (default: none)")
     made.add_argument("--json", action="store_true", help="print JSON")
     return made
 
@@ -129,10 +133,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         made.error("--tp, --block-size and --length are at least 1")
     if not 0 < args.memory_share <= 1:
         made.error("--memory-share is above 0 and at most 1")
+    if not 0 <= args.activations_gb < math.inf:
+        made.error("--activations-gb is at least 0")
+    if args.kv_gb is not None and not 0 < args.kv_gb < math.inf:
+        made.error("--kv-gb is above 0")
     try:
         deployment = Deployment(
             model_named(args.model), gpu_named(args.gpu), args.tp, args.memory_share, args.activations_gb * 1e9
         )
+        _ = deployment.kv_tokens  # where the weights leave no room there is nothing to show
     except UnknownHardware as error:
         made.error(str(error))
     found = capacity(deployment, args.block_size, lengths, args.kv_gb)

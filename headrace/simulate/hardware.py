@@ -139,10 +139,12 @@ def model_named(name: str) -> ModelShape:
         raise UnknownHardware(f"unknown model {name!r}: neither a config.json nor one of {', '.join(MODELS)}")
     try:
         config = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise UnknownHardware(f"{path}: {error}") from None
-    if not isinstance(config, dict):
-        raise UnknownHardware(f"{path}: not a JSON object")
+    except OSError as error:
+        raise UnknownHardware(f"{path}: {error.strerror or error}") from None
+    except ValueError as error:
+        raise UnknownHardware(f"{path} is no config.json: {error}") from None
+    if not isinstance(config, dict) or not isinstance(config.get("text_config", {}), dict):
+        raise UnknownHardware(f"{path} is no config.json: not a JSON object")
     return shape_of_config(config, path.parent.name if path.name == "config.json" else path.stem)
 
 
@@ -155,6 +157,14 @@ class Deployment:
     tp: int = 1
     memory_share: float = 0.9  # of each card that is used at all
     activations: float = 1.5e9  # bytes of each card for activations and the runtime
+
+    def __post_init__(self) -> None:
+        """Raises UnknownHardware if so many GPUs cannot share the model."""
+        if self.tp < 1 or self.model.heads % self.tp:
+            raise UnknownHardware(
+                f"--tp {self.tp}: the {self.model.heads} attention heads of {self.model.name} cannot be shared evenly "
+                f"by so many GPUs"
+            )
 
     @property
     def kv_bytes(self) -> float:

@@ -39,16 +39,15 @@ def test_the_text_names_its_assumptions(capsys: pytest.CaptureFixture[str]) -> N
         assert words in text
 
 
-def test_weights_that_do_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["capacity", "--model", "llama-3.1-70b", "--gpu", "h100"]) == 0
-    assert "do not fit" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("flags", "complaint"),
     [
         (["--model", "nope"], "unknown model"), (["--gpu", "nope"], "unknown GPU"), (["--length", "0"], "at least 1"),
-        (["--memory-share", "1.5"], "--memory-share"),
+        (["--memory-share", "1.5"], "--memory-share"), (["--kv-gb", "-1"], "--kv-gb is above 0"),
+        (["--activations-gb", "-1"], "--activations-gb is at least 0"),
+        (["--tp", "3"], "--tp 3: the 40 attention heads of llama-2-13b cannot be shared evenly"),
+        (["--model", "llama-3.1-70b", "--gpu", "h100"], "llama-3.1-70b (141.1 GB of weights) does not fit 1 x h100"),
+        (["--model", __file__], "test_headrace_capacity.py is no config.json: "),
     ],
 )  # fmt: skip
 def test_bad_settings_are_one_line_and_exit_2(
@@ -59,3 +58,10 @@ def test_bad_settings_are_one_line_and_exit_2(
     assert ended.value.code == 2
     error = capsys.readouterr().err
     assert error.startswith("headrace capacity: ") and complaint in error and error.count("\n") == 1
+
+
+def test_help_says_the_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["capacity", "--help"])
+    text = capsys.readouterr().out
+    assert "(default: llama-2-13b)" in text and "(default: a100-40)" in text
