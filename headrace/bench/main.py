@@ -167,7 +167,7 @@ def _compare(args: argparse.Namespace) -> Coroutine[Any, Any, int]:
         )  # fmt: skip
         pace = f"{args.rate:g} requests/s, Poisson" if args.rate else f"closed loop of {args.concurrency}"
         print(f"workload {workload.name} ({workload.text}); {args.requests} requests, {pace}, seed {args.seed}, "
-              f"max_num_seqs {args.max_num_seqs}")  # fmt: skip
+              f"max_num_seqs {args.max_num_seqs}; times in ms")  # fmt: skip
         print(table(runs))
         if args.json is not None:
             args.json.write_text(json.dumps([run.as_dict() for run in runs], indent=1) + "\n")
@@ -191,7 +191,7 @@ def _offer(args: argparse.Namespace) -> Coroutine[Any, Any, int]:
         closed, capacity, runs = await measure(plan, flags)
         print(f"workload {plan.workload.name} ({plan.workload.text}); Poisson arrivals for {plan.seconds:g} s at each "
               f"multiple on one mesh, drained between, measured after the first {FILLING_SHARE:.0%}; "
-              f"seed {plan.seed}, max_num_seqs {args.max_num_seqs}")  # fmt: skip
+              f"seed {plan.seed}, max_num_seqs {args.max_num_seqs}; times in ms")  # fmt: skip
         measured = (
             "" if closed is None else f", from {closed.tokens_per_s:.1f} tok/s in a closed loop of {plan.concurrency}"
         )

@@ -12,6 +12,40 @@ from typing import Any
 from scheduler.core.limits import Limits
 from shared.config import ConfigError
 
+_UNITS = {
+    "max_bypass_wait_s": ("max_bypass_wait_ns", 10**9),
+    "priority_aging_s": ("priority_aging_ns", 10**9),
+    "target_itl_ms": ("target_itl_ns", 10**6),
+}
+"""Options of the scheduler service -> the limit that each sets, and its nanoseconds."""
+
+
+class _InNs(argparse.Action):
+    """Stores seconds or milliseconds as the limit's nanoseconds."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: Any = None
+    ) -> None:
+        name = str(option_string).removeprefix("--").replace("-", "_")
+        try:
+            setattr(namespace, self.dest, canonical(name, values)[1])
+        except ConfigError as error:
+            parser.error(str(error))
+
+
+def canonical(name: str, value: str) -> tuple[str, Any]:
+    """``("target_itl_ms", "30")`` -> ``("target_itl_ns", 30_000_000)``; any other name and value as they are.
+
+    Raises ConfigError if the value is no finite number.
+    """
+    if name not in _UNITS:
+        return name, value
+    limit, unit = _UNITS[name]
+    try:
+        return limit, int(float(value) * unit)
+    except (ValueError, OverflowError):
+        raise ConfigError(f"--{name.replace('_', '-')}: {value!r} is no finite number") from None
+
 
 def fields() -> dict[str, type]:
     """Field name -> int, float, bool or str."""
@@ -28,8 +62,14 @@ def add_limit_flags(parser: argparse.ArgumentParser, defaults: Limits) -> None:
             action = argparse.BooleanOptionalAction
             group.add_argument(flag, dest=name, action=action, default=None, help=f"(default: {default})")
         else:
-            text = f"(default: {default})".replace("%", "%%")
+            text = f"{'nanoseconds ' if name.endswith('_ns') else ''}(default: {default})".replace("%", "%%")
             group.add_argument(flag, dest=name, default=None, metavar=kind.__name__.upper(), help=text)
+    for short, (name, unit) in _UNITS.items():
+        text = f"--{name.replace('_', '-')} in {short.rpartition('_')[2]}"
+        group.add_argument(
+            "--" + short.replace("_", "-"), dest=name, default=None, metavar="FLOAT", action=_InNs,
+            help=f"{text}, as `headrace up` has it (default: {getattr(defaults, name) / unit:g})",
+        )  # fmt: skip
 
 
 def changed(limits: Limits, values: Mapping[str, Any]) -> Limits:

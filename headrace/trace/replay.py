@@ -35,8 +35,18 @@ def parser() -> Parser:
     made.add_argument("trace", type=Path, metavar="TRACE")
     made.add_argument("--policy", default=None, choices=sorted(BATCHING_POLICIES))
     made.add_argument("--baseline", default=None, choices=sorted(BASELINES), help="a naive scheduler to compare with")
-    made.add_argument("--slo-ttft-ms", type=float, default=2000.0)
-    made.add_argument("--slo-tpot-ms", type=float, default=100.0)
+    made.add_argument(
+        "--slo-ttft-ms",
+        type=float,
+        default=2000.0,
+        help="a good request's longest time to first token (default: %(default)s)",
+    )
+    made.add_argument(
+        "--slo-tpot-ms",
+        type=float,
+        default=100.0,
+        help="and its longest mean time per further token (default: %(default)s)",
+    )
     made.add_argument("--json", action="store_true", help="print JSON")
     add_limit_flags(made, Limits())
     return made

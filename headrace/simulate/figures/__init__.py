@@ -9,10 +9,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from headrace.output_file import check_folder
 from headrace.simulate.figures import batching, interference, memory, pressure, published
 from headrace.simulate.figures.claim import Bench, Section
 from headrace.simulate.figures.document import as_text, write
-from shared.config import Parser
+from shared.config import ConfigError, Parser
 
 SECTIONS: dict[str, Callable[[Bench], list[Section]]] = {
     "batching": batching.throughput,
@@ -52,6 +53,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     made.add_argument("--json", action="store_true", help="print JSON")
     args = made.parse_args(argv)
+    if args.write is not None:
+        try:
+            check_folder(args.write, "--write")
+        except ConfigError as error:
+            made.error(str(error))
     began = time.monotonic()
 
     def say(name: str) -> None:
