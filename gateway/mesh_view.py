@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gateway.errors import queue_full
+from gateway.errors import invalid, queue_full
 from shared.messages import MAX_EPOCH, ModelInfo, SchedulerBeat
 from shared.retry import retry_after_s
 
@@ -42,12 +42,15 @@ class MeshView:
     def check_room(self, name: str, now_s: float, sequences: int, tokens: int, key: str) -> None:
         """Raise the 429 of a full queue if ``sequences`` more, with ``tokens`` in all (0: not known yet), find no room.
 
-        What the last beat told decides: it costs nothing, and the scheduler's own check at submit is the one that
-        binds. ``key`` spreads the Retry-After.
+        More than even an empty queue holds are a 400: they never will find any. What the last beat told decides: it
+        costs nothing, and the scheduler's own check at submit is the one that binds. ``key`` spreads the Retry-After.
         """
         info = self.model(name, now_s)
         if info is None:
             return  # for another reason it will be refused
+        if 0 < info.queue_size < sequences:
+            most = f"the queue holds {info.queue_size} (--max-num-queued-reqs)"
+            raise invalid(f"the prompts have {sequences} choices in all; {most}")
         full = 0 < info.max_waiting < info.waiting + sequences or (
             0 < info.max_waiting_tokens < info.waiting_tokens + max(tokens, sequences) and info.waiting_tokens > 0
         )

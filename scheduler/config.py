@@ -58,7 +58,11 @@ class SchedulerConfig(MeshConfig):
         check=at_least(0),
     )  # fmt: skip
     prefill_chunk_limit: int = option(512, "most prompt tokens of one sequence in one iteration", check=at_least(1))
-    max_num_queued_reqs: int = option(1024, "most waiting sequences; more are refused with 429", check=at_least(1))
+    max_num_queued_reqs: int = option(
+        1024,
+        "most waiting sequences; more are refused with 429, or 400 if one request alone has more",
+        check=at_least(1),
+    )
     max_num_queued_tokens: int = option(
         0, "most waiting tokens, prompts and max_tokens together; more are refused with 429; 0: no bound",
         check=at_least(0),

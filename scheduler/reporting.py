@@ -147,6 +147,7 @@ class Reporter:
                 waiting=queue.waiting,
                 waiting_tokens=queue.tokens,
                 max_waiting=max(1, queue.waiting + room),
+                queue_size=core.limits.max_num_queued_reqs,
                 max_waiting_tokens=max(1, queue.tokens + room_tokens) if core.limits.max_num_queued_tokens else 0,
                 service_rate=round(queue.service_rate, 3),
             )

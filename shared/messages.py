@@ -322,6 +322,7 @@ class ModelInfo(Message, frozen=True):
     max_waiting: int = 0  # beyond which the queue is full; 0: not told
     max_waiting_tokens: int = 0  # the same in tokens; 0: no bound
     service_rate: float = 0.0  # sequences that left the queue per second, of late; 0: none yet
+    queue_size: int = 0  # sequences that the queue holds when it is empty: no request may have more; 0: not told
 
 
 class SchedulerBeat(Message, frozen=True, tag="scheduler_beat"):

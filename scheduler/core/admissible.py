@@ -55,6 +55,9 @@ def judge(
     ):
         return Outcome.NEVER_FITS, f"{total} tokens need more KV blocks than any worker's pool has", []
     sequences = 1 if sampling.beam_width else submit.n
+    if sequences > limits.max_num_queued_reqs:  # for ever: no time to try again is told
+        most = limits.max_num_queued_reqs
+        return Outcome.INVALID, f"{sequences} choices; the queue holds {most} (--max-num-queued-reqs)", []
     if num_waiting + sequences > limits.max_num_queued_reqs:
         return Outcome.QUEUE_FULL, f"{num_waiting} requests are waiting already", []
     need = len(tokens) + sampling.max_tokens * (sampling.beam_width or submit.n)

@@ -71,6 +71,20 @@ def test_all_choices_of_all_prompts_find_room_or_none(
     assert not gw.mesh.submits
 
 
+def test_more_choices_than_the_queue_ever_holds_are_a_400(
+    gw: RunningGateway, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tell(gw, waiting=6, max_waiting=8, queue_size=8)
+    forbid_tokenising(gw, monkeypatch)
+    for body in ({"prompt": "a", "n": 9}, {"prompt": ["a"] * 9}, {"prompt": ["a", "b", "c"], "n": 3}):
+        answer = http.post("/v1/completions", json=body)
+        error = error_of(answer, 400)
+        assert error["type"] == "invalid_request_error" and "retry-after" not in answer.headers
+        assert "9 choices" in error["message"] and "holds 8 (--max-num-queued-reqs)" in error["message"]
+    assert http.post("/v1/completions", json={"prompt": "a", "n": 8}).status_code == 429, "it may find room later"
+    assert not gw.mesh.submits
+
+
 def test_a_beam_search_takes_one_place(gw: RunningGateway, http: httpx.Client) -> None:
     tell(gw, waiting=9, max_waiting=10)
     http.post("/generate", json={"prompt": "a", "use_beam_search": True, "n": 4, "max_tokens": 1})

@@ -95,6 +95,7 @@ def test_a_queue_that_fills_or_has_room_again_is_told_at_once() -> None:
         await until(lambda: mesh.beats[-1].models[0].waiting == 2, "the full queue")
         info = mesh.beats[-1].models[0]
         assert (info.max_waiting, info.max_waiting_tokens, info.waiting_tokens) == (2, 0, 26)
+        assert info.queue_size == 2
         assert mesh.beats[-1].free_blocks < mesh.beats[-1].total_blocks
         refused = await mesh.submit("d")
         assert refused.outcome is Outcome.QUEUE_FULL and refused.retry_after_ms >= 1000

@@ -174,10 +174,13 @@ def test_refusals_name_their_reason() -> None:
 
 def test_all_choices_are_queued_or_none() -> None:
     box = Box(Limits(max_num_seqs=2, max_num_batched_tokens=16, max_num_queued_reqs=4))
-    reply = box.submit(request("eight", n=8))
-    assert reply.outcome is Outcome.QUEUE_FULL and reply.retry_after_ms > 0
-    assert box.core.num_waiting == 0
+    never = box.submit(request("eight", n=8))
+    assert (never.outcome, never.retry_after_ms) == (Outcome.INVALID, 0), "no time to try again: it never fits"
+    assert "the queue holds 4 (--max-num-queued-reqs)" in never.reason
     assert box.submit(request("four", n=4)).outcome is Outcome.ACCEPTED
+    reply = box.submit(request("another", n=4))
+    assert reply.outcome is Outcome.QUEUE_FULL and reply.retry_after_ms > 0
+    assert box.core.num_waiting == 4
     box.run()
     assert {choice for _, choice in box.ends} == {0, 1, 2, 3}
     assert len({tuple(tokens) for tokens in box.delivered.values()}) == 4
