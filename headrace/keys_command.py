@@ -27,16 +27,23 @@ _OPTIONS = (
 def main(argv: Sequence[str]) -> int:
     """``new`` prints an entry on stdout and its key, once, on stderr; ``hash`` prints the digest of a key."""
     parser = Parser(prog="headrace keys", description="Make API keys for a gateway's --api-keys file.")
-    commands = parser.add_subparsers(dest="command", required=True, parser_class=Parser)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
     new = commands.add_parser(
         "new",
+        help="make a key and its entry for the keys file",
         description="Make a key. The entry for the keys file goes to stdout, the key to stderr; it is kept nowhere.",
     )
     new.add_argument("id", help="name of the key, for people and logs")
     for name, kind, text in _OPTIONS:
         new.add_argument("--" + name.replace("_", "-"), dest=name, type=kind, default=None, help=text)
-    commands.add_parser("hash", description="Read a key from stdin and print the digest that the keys file has of it.")
+    commands.add_parser(
+        "hash",
+        help="print the digest of a key on stdin",
+        description="Read a key from stdin and print the digest that the keys file has of it.",
+    )
     args = parser.parse_args(argv)
+    if args.command is None:
+        parser.error("a command is missing: new ID makes a key, hash prints the digest of one on stdin")
     if args.command == "hash":
         return _hash(parser)
     key = PREFIX + secrets.token_urlsafe(RANDOM_BYTES)

@@ -18,6 +18,8 @@ from headrace.bench.observer import Observer
 from headrace.bench.offered_load import FILLING_SHARE, Plan, measure
 from headrace.bench.report import Figures, figures, table
 from headrace.bench.workload import WORKLOADS, Workload, shots
+from headrace.output_file import check_writable
+from headrace.settings import read_settings
 from scheduler.policies.batching import BATCHING_POLICIES
 from shared.bus import NatsBus
 from shared.config import Parser
@@ -33,28 +35,32 @@ def parser() -> Parser:
         description="Run one workload on a real mesh: under several settings, to compare them, or with --loads at "
         "multiples of what one setting can do. Flags of `headrace up` that follow a lone -- go to every mesh.",
     )
-    made.add_argument("--workload", default="chat", choices=sorted(WORKLOADS), help="lengths of prompts and outputs")
-    made.add_argument("--seed", type=int, default=1, help="of lengths, prompts and arrivals")
-    made.add_argument("--max-num-seqs", type=int, default=16, help="most sequences in the batch (default: 16)")
+    shown = "(default: %(default)s)"
+    made.add_argument(
+        "--workload", default="chat", choices=sorted(WORKLOADS), help=f"lengths of prompts and outputs {shown}"
+    )
+    made.add_argument("--seed", type=int, default=1, help=f"of lengths, prompts and arrivals {shown}")
+    made.add_argument("--max-num-seqs", type=int, default=16, help=f"most sequences in the batch {shown}")
     made.add_argument("--json", type=Path, default=None, help="also write the figures to this file")
     made.add_argument("up_flags", nargs="*", metavar="-- FLAG", help="flags of headrace up")
     compare = made.add_argument_group("comparing settings")
     compare.add_argument(
         "--compare", default="static,dynamic,continuous",
-        help="comma-separated variants: policies, or option=value of any service, e.g. run-ahead=1,run-ahead=2",
+        help="comma-separated variants: policies, or option=value of any service, e.g. run-ahead=1,run-ahead=2 "
+        "(default: %(default)s)",
     )  # fmt: skip
-    compare.add_argument("--requests", type=int, default=48, help="requests per run (default: 48)")
-    compare.add_argument("--concurrency", type=int, default=16, help="most requests open at once (default: 16)")
+    compare.add_argument("--requests", type=int, default=48, help=f"requests per run {shown}")
+    compare.add_argument("--concurrency", type=int, default=16, help=f"most requests open at once {shown}")
     compare.add_argument(
         "--rate", type=float, default=0.0, help="arrivals per second, Poisson (default: 0, closed loop)"
     )
-    compare.add_argument("--repeat", type=int, default=1, help="rounds; variants take turns inside a round")
+    compare.add_argument("--repeat", type=int, default=1, help=f"rounds; variants take turns inside a round {shown}")
     loads = made.add_argument_group("offered load")
     loads.add_argument(
         "--loads", default=None, metavar="X,X,...",
         help="Poisson arrivals at these multiples of the capacity, one after the other on one mesh, e.g. 0.5,1,2,3",
     )  # fmt: skip
-    loads.add_argument("--seconds", type=float, default=60.0, help="of arrivals, at each multiple (default: 60)")
+    loads.add_argument("--seconds", type=float, default=60.0, help=f"of arrivals, at each multiple {shown}")
     loads.add_argument(
         "--capacity", type=float, default=0.0, metavar="R",
         help="requests per second that 1x stands for (default: 0, measured first in a closed loop)",
@@ -84,6 +90,20 @@ def variant_flags(variant: str) -> list[str]:
     if not equals or not name or not value:
         raise ValueError(f"{variant!r} is neither a policy ({', '.join(BATCHING_POLICIES)}) nor option=value")
     return [f"--{name}", value]
+
+
+def mesh_flags(max_num_seqs: int, up_flags: Sequence[str], variant: str = "") -> list[str]:
+    """What a mesh is started with, beside its address."""
+    return ["--max-num-seqs", str(max_num_seqs), *up_flags, *(variant_flags(variant) if variant else [])]
+
+
+def check_mesh_flags(flags: Sequence[str]) -> None:
+    """What `headrace up` would refuse is refused before any mesh starts: its line on stderr, and exit 2.
+
+    Raises ValueError if the limits contradict each other.
+    """
+    scheduler: Any = read_settings(flags).services["scheduler"]
+    scheduler.limits()
 
 
 async def _measure(
@@ -125,7 +145,7 @@ async def _run(
     for round_number in range(repeat):
         for variant in variants:
             print(f"headrace: {variant}, round {round_number + 1} of {repeat}", file=sys.stderr, flush=True)
-            flags = ["--max-num-seqs", str(max_num_seqs), *up_flags, *variant_flags(variant)]
+            flags = mesh_flags(max_num_seqs, up_flags, variant)
             runs.append(await _measure(variant, workload, flags, count, concurrency, rate, seed))
     return sorted(runs, key=lambda run: variants.index(run.variant))
 
@@ -139,6 +159,8 @@ def main(argv: Sequence[str]) -> int:
         if getattr(args, name) != made.get_default(name):
             made.error(f"--{name} does not go {'without' if args.loads is None else 'with'} --loads")
     try:
+        if args.json is not None:
+            check_writable(args.json, "--json")
         work = _compare(args) if args.loads is None else _offer(args)
     except ValueError as error:
         made.error(str(error))
@@ -158,6 +180,8 @@ def _compare(args: argparse.Namespace) -> Coroutine[Any, Any, int]:
         variant_flags(variant)
     if not variants or min(args.requests, args.concurrency, args.repeat, args.max_num_seqs) < 1 or args.rate < 0:
         raise ValueError("--compare, --requests, --concurrency, --repeat and --max-num-seqs must be positive")
+    for variant in variants:
+        check_mesh_flags(mesh_flags(args.max_num_seqs, args.up_flags, variant))
     workload = WORKLOADS[args.workload]
 
     async def work() -> int:
@@ -185,7 +209,8 @@ def _offer(args: argparse.Namespace) -> Coroutine[Any, Any, int]:
         )
     # Twice the batch: whenever a sequence ends, another waits.
     plan = Plan(WORKLOADS[args.workload], loads, args.seconds, args.capacity, 2 * args.max_num_seqs, args.seed)
-    flags = ["--max-num-seqs", str(args.max_num_seqs), *args.up_flags]
+    flags = mesh_flags(args.max_num_seqs, args.up_flags)
+    check_mesh_flags(flags)
 
     async def work() -> int:
         closed, capacity, runs = await measure(plan, flags)

@@ -28,6 +28,12 @@ from headrace.bench.workload import WORKLOADS, endless_shots, mean_output_tokens
         (["--capacity", "3"], "--capacity does not go without --loads"),
         (["--compare", "nonsense"], "'nonsense' is neither a policy"),
         (["--requests", "0"], "must be positive"),
+        (["--compare", "static,foo=1"], "unrecognized arguments: --foo 1"),
+        (["--compare", "run-ahead=x"], "--run-ahead: 'x' is no int"),
+        (["--compare", "max-num-batched-tokens=1"], "max_num_batched_tokens (1) is less than"),
+        (["--", "--bogus"], "unrecognized arguments: --bogus"),
+        (["--loads", "1", "--", "--bogus"], "unrecognized arguments: --bogus"),
+        (["--json", "/no/such/folder/o.json"], "--json /no/such/folder/o.json: No such file"),
     ],
 )
 def test_a_bad_command_line_is_one_line_and_exit_2(

@@ -60,3 +60,11 @@ def test_hash_reads_a_key_from_stdin(capsys: pytest.CaptureFixture[str], monkeyp
     monkeypatch.setattr("sys.stdin", io.StringIO("\n"))
     with pytest.raises(SystemExit):
         main(["keys", "hash"])
+
+
+def test_without_a_command_it_names_them(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["keys"])
+    error = capsys.readouterr().err
+    assert ended.value.code == 2 and error.count("\n") == 1
+    assert "new ID" in error and "hash" in error
