@@ -1,11 +1,15 @@
 """What traces and metrics cost: CPU-seconds of all processes for 1,000 tokens, with them and without.
 
-    python benchmarks/observability_cost.py [--pairs 20] [--streams 32] [--tokens 100] [--sampling 0.1] [--json]
+    python benchmarks/observability_cost.py [--pairs 20] [--streams 32] [--tokens 300] [--sampling 0.1] [--what both]
 
 Two whole meshes run side by side, each with its own NATS server, scheduler, simulated worker and gateway. One exports
 traces at the default sampling to an OTLP/HTTP receiver and is scraped every five seconds; in the other no trace is
-made, and booking a metric does nothing. They are loaded in turns: each pair of rounds has the same requests, and the
-order within a pair alternates. A round opens ``--streams`` chat streams at once and reads them to their ends.
+made, and booking a metric does nothing. ``--what`` compares one of the two alone, or ``nothing``: by how much two
+meshes without either differ is what the method cannot tell.
+
+A round opens ``--streams`` chat streams and reads them to their ends. ``--order turns`` loads the meshes in turns, the
+order alternating from pair to pair: right for a machine that does nothing else. ``--order together`` loads both at the
+same time, so that whatever else the machine does takes from both alike.
 
 CPU is the four processes' own time (user and system, all threads, in ns), export included, from before the first
 request of a round until the mesh has been idle for a second afterwards, so that batched exports count. The cost is the
@@ -45,8 +49,15 @@ MODEL = "bench"
 T_975 = {4: 2.776, 5: 2.571, 7: 2.365, 9: 2.262, 11: 2.201, 14: 2.145, 19: 2.093, 24: 2.064, 29: 2.045, 39: 2.023}
 
 
-def serve_without_metrics(service: str, argv: list[str]) -> int:
-    """A service in which booking a metric does nothing: the other side of the comparison."""
+def serve(service: str, metrics: bool, argv: list[str]) -> int:
+    """A service; without ``metrics`` booking one does nothing."""
+    main = __import__(f"{service}.__main__", fromlist=["main"]).main
+    if not metrics:
+        book_nothing()
+    return int(main(argv))
+
+
+def book_nothing() -> None:
     import prometheus_client
 
     from observability import lean_metrics
@@ -61,8 +72,6 @@ def serve_without_metrics(service: str, argv: list[str]) -> int:
     ):
         for method in methods:
             setattr(kind, method, nothing)
-    main = __import__(f"{service}.__main__", fromlist=["main"]).main
-    return int(main(argv))
 
 
 class Receiver:
@@ -88,18 +97,20 @@ class Receiver:
 
 
 class Mesh:
-    """Four processes; ``observed`` with traces and metrics, else without."""
+    """Four processes; ``observed`` with what is compared, else without traces and metrics."""
 
-    def __init__(self, model: Path, observed: bool, endpoint: str, sampling: float) -> None:
+    def __init__(self, model: Path, observed: bool, endpoint: str, sampling: float, what: str) -> None:
         self.nats = NatsServer()
         self.observed = observed
+        traces = observed and what in ("both", "traces")
+        metrics = observed and what in ("both", "metrics")
         self._logs: dict[str, Path] = {}
         self.port = free_port()
         quiet = subprocess.DEVNULL
         self.processes = {"nats": subprocess.Popen(self.nats.command, stdin=quiet, stdout=quiet, stderr=quiet)}
         self.nats.wait_ready(lambda: self.processes["nats"].poll() is None)
         every = ["--metrics-port", "0"]
-        if observed:
+        if traces:
             every += ["--otlp-endpoint", endpoint, "--trace-sampling", str(sampling)]
         own = {
             "scheduler": ["--max-num-seqs", "256"],
@@ -110,7 +121,7 @@ class Mesh:
         env = {key: value for key, value in os.environ.items() if not key.startswith("HEADRACE_")}
         env |= {"HEADRACE_NATS": self.nats.url, "HEADRACE_NATS_TOKEN": self.nats.token}
         for service in SERVICES:
-            command = [sys.executable, "-m", service] if observed else [sys.executable, __file__, "--serve", service]
+            command = [sys.executable, __file__, "--serve", service, "with" if metrics else "without"]
             self._logs[service] = model / f"{service}-{observed}.log"
             with self._logs[service].open("wb") as log:
                 self.processes[service] = subprocess.Popen(
@@ -193,12 +204,20 @@ class Round:
         return sum(self.cpu_s.values())
 
 
-def measured(mesh: Mesh, streams: int, tokens: int) -> Round:
-    before = mesh.cpu_s()
-    asyncio.run(load(mesh.port, streams, tokens))
+def measured(loaded: list[Mesh], streams: int, tokens: int) -> dict[bool, Round]:
+    """By whether the mesh is the observed one. Several meshes are loaded at the same time."""
+
+    async def all_at_once() -> None:
+        await asyncio.gather(*(load(mesh.port, streams, tokens) for mesh in loaded))
+
+    before = [mesh.cpu_s() for mesh in loaded]
+    asyncio.run(all_at_once())
     time.sleep(SETTLE_S)
-    after = mesh.cpu_s()
-    return Round({name: (after[name] - before[name]) / (streams * tokens) * 1000 for name in after})
+    after = [mesh.cpu_s() for mesh in loaded]
+    return {
+        mesh.observed: Round({name: (now[name] - then[name]) / (streams * tokens) * 1000 for name in now})
+        for mesh, then, now in zip(loaded, before, after, strict=True)
+    }
 
 
 def interval(ratios: list[float]) -> tuple[float, float, float]:
@@ -211,40 +230,45 @@ def interval(ratios: list[float]) -> tuple[float, float, float]:
 
 
 @contextlib.contextmanager
-def meshes(sampling: float) -> Iterator[tuple[Mesh, Mesh, Receiver]]:
+def meshes(sampling: float, what: str) -> Iterator[tuple[Mesh, Mesh, Receiver]]:
     receiver = Receiver()
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as closing:
         write_tokenizer(Path(folder))
         both = []
         for observed in (True, False):
-            mesh = Mesh(Path(folder), observed, receiver.url, sampling)
+            mesh = Mesh(Path(folder), observed, receiver.url, sampling, what)
             closing.callback(mesh.close)
             both.append(mesh)
         for mesh in both:
             mesh.wait_ready()
-        both[0].scrape_forever()
+        if what in ("both", "metrics"):
+            both[0].scrape_forever()
         yield both[0], both[1], receiver
 
 
 def main() -> int:
     if sys.argv[1:2] == ["--serve"]:
-        return serve_without_metrics(sys.argv[2], sys.argv[3:])
+        return serve(sys.argv[2], sys.argv[3] == "with", sys.argv[4:])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=20, help="pairs of rounds, at least 5 (default: 20)")
     parser.add_argument("--streams", type=int, default=32, help="streams of a round (default: 32)")
-    parser.add_argument("--tokens", type=int, default=200, help="tokens of a stream (default: 200)")
+    parser.add_argument("--tokens", type=int, default=300, help="tokens of a stream (default: 300)")
     parser.add_argument("--sampling", type=float, default=0.1, help="share of requests traced (default: 0.1)")
+    parser.add_argument("--order", choices=("turns", "together"), default="turns")
+    parser.add_argument("--what", choices=("both", "traces", "metrics", "nothing"), default="both")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     if args.pairs < 5:
         parser.error("--pairs must be at least 5")
     pairs: list[tuple[Round, Round]] = []
-    with meshes(args.sampling) as (on, off, receiver):
-        for mesh in (on, off, on, off):  # warm
-            measured(mesh, args.streams, args.tokens)
+    with meshes(args.sampling, args.what) as (on, off, receiver):
+        measured([on, off], args.streams, args.tokens)  # warm
         for number in range(args.pairs):
-            order = (on, off) if number % 2 else (off, on)
-            found = {mesh.observed: measured(mesh, args.streams, args.tokens) for mesh in order}
+            order = [on, off] if number % 2 else [off, on]
+            if args.order == "together":
+                found = measured(order, args.streams, args.tokens)
+            else:
+                found = measured(order[:1], args.streams, args.tokens) | measured(order[1:], args.streams, args.tokens)
             pairs.append((found[True], found[False]))
         exports = receiver.exports
     ratio, low, high = interval([observed.total_s / bare.total_s for observed, bare in pairs])
@@ -259,7 +283,9 @@ def main() -> int:
             "cpu_s_per_1000_tokens": {name: {"on": on_s, "off": off_s} for name, (on_s, off_s) in by_process.items()},
         }))  # fmt: skip
         return 0
-    print(f"{args.pairs} pairs of {args.streams} streams of {args.tokens} tokens, sampling {args.sampling:g}")
+    print(
+        f"{args.pairs} pairs of {args.streams} streams of {args.tokens} tokens, {args.what}, sampling {args.sampling:g}"
+    )
     print(f"{'CPU-ms for 1,000 tokens':<26}{'on':>9}{'off':>9}")
     for name, (on_s, off_s) in by_process.items():
         print(f"  {name:<24}{on_s * 1e3:>9.2f}{off_s * 1e3:>9.2f}")
