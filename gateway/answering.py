@@ -29,6 +29,7 @@ from gateway.ledger import RequestRecord
 from gateway.metrics import GatewayMetrics
 from gateway.parameters import CompletionRequest
 from gateway.responses import header, id_header, request_id, send_error, send_whole
+from gateway.structured import check_served
 from gateway.tokenizer import PromptTokenizer
 from gateway.visit import Visit, record_answer, sampling_attributes
 from gateway.writers import Writer
@@ -240,6 +241,7 @@ class AnswerApp:
     async def _open(self, request: Request, model: ModelInfo, visit: Visit) -> list[RequestRecord[Part]]:
         """Tokenise, settle the parameters, and enter one request for each prompt into the ledger."""
         gateway, flight = self._gateway, visit.flight
+        check_served(request.decoding.constraint, model)
         await gateway.tokenizer.grammars.check(request.decoding.constraint)
         began_ns = time.time_ns()
         prompts = await self._endpoint.tokenize(request, gateway.tokenizer, model)

@@ -16,6 +16,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 from gateway.errors import ApiError, invalid
 from gateway.fields import Fields, unsupported
 from shared.grammar import Grammar, GrammarError, encode_grammar
+from shared.messages import ModelInfo
 
 MAX_SCHEMA_DEPTH = 64
 """Objects and lists inside one another in the text of a schema."""
@@ -61,6 +62,13 @@ def read_constraint(fields: Fields) -> Constraint:
     if len(asked) > 1:
         raise invalid(f"'{asked[0]}' and '{asked[1]}' exclude each other", asked[1])
     return Constraint(found[asked[0]], asked[0]) if asked else FREE
+
+
+def check_served(constraint: Constraint, model: ModelInfo) -> None:
+    """Refuse a grammar that a worker of the model would refuse, as a simulated one does."""
+    if constraint.grammar and not model.grammars:
+        message = f"'{constraint.field}': the workers of {model.name!r} take no grammars (--simulate has no tokenizer)"
+        raise invalid(message, constraint.field)
 
 
 def check_alone(constraint: Constraint, beam_width: int, min_tokens: int, ignore_eos: bool) -> None:

@@ -137,6 +137,7 @@ class Reporter:
                 max(longest, known.max_model_len if known else 0),
                 min(capacity.vocab_size, known.vocab_size if known else capacity.vocab_size),
                 (known.workers if known else 0) + (not worker.draining),
+                grammars=capacity.grammars and (known is None or known.grammars),
             )
         for name, info in models.items():
             queue = core.queue_of(name)

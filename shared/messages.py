@@ -298,6 +298,7 @@ class Capacity(Message, frozen=True):
     dtype: str = ""
     kv_bytes_per_token: int = 0
     host_blocks: int = 0  # KV blocks that fit in host memory set aside for swapping
+    grammars: bool = True  # whether Sampling.grammar can be asked for
 
 
 class WorkerBeat(Message, frozen=True, tag="worker_beat"):
@@ -323,6 +324,7 @@ class ModelInfo(Message, frozen=True):
     max_waiting_tokens: int = 0  # the same in tokens; 0: no bound
     service_rate: float = 0.0  # sequences that left the queue per second, of late; 0: none yet
     queue_size: int = 0  # sequences that the queue holds when it is empty: no request may have more; 0: not told
+    grammars: bool = True  # whether every worker takes them
 
 
 class SchedulerBeat(Message, frozen=True, tag="scheduler_beat"):

@@ -35,7 +35,14 @@ def load_runner(config: WorkerConfig) -> Runner:
         name = config.served_model_name or config.model
         longest = min(config.max_model_len or 1 << 20, config.simulate_blocks * config.block_size)
         capacity = Capacity(
-            name, longest, config.block_size, config.simulate_blocks, config.simulate_vocab_size, eos, "simulated"
+            name,
+            longest,
+            config.block_size,
+            config.simulate_blocks,
+            config.simulate_vocab_size,
+            eos,
+            "simulated",
+            grammars=False,
         )
         return SimulatedRunner(capacity, StepTime(config.simulate_base_us, config.simulate_token_us))
     # Threads of a parallel region spin for a short while only. On cores shared with gateway, NATS and scheduler the

@@ -188,6 +188,16 @@ def test_what_explodes_with_the_vocabulary_is_served_or_refused_at_once(
     assert time.monotonic() - began_s < 1
 
 
+def test_workers_that_take_no_grammars_are_told_of_with_a_400(http: httpx.Client, gw: RunningGateway) -> None:
+    gw.mesh.queue = {"grammars": False}
+    gw.until(lambda: not gw.gateway.model_info("").grammars)
+    answer = http.post("/v1/completions", json={**PROMPT, "structured_outputs": {"regex": "a+"}})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"], "retry-after" in answer.headers) == (400, "structured_outputs", False)
+    assert "--simulate" in error["message"] and not gw.mesh.submits
+    assert http.post("/v1/completions", json={**PROMPT, "max_tokens": 2}).status_code == 200
+
+
 def test_others_go_on_while_grammars_are_tried(http: httpx.Client, gw: RunningGateway) -> None:
     """Terminals inside one another defeat the checks of the text; the engine needs a second or more for each."""
     slow = [

@@ -13,7 +13,10 @@ from prometheus_client import CollectorRegistry
 from observability.tracing import Tracing
 from scheduler import service as scheduler_service
 from scheduler.config import SchedulerConfig
+from scheduler.core.core import SchedulerCore
+from scheduler.core.limits import Limits
 from scheduler.metrics import SchedulerMetrics
+from scheduler.reporting import Reporter
 from scheduler.service import SchedulerService
 from shared.messages import (
     Cancel,
@@ -103,6 +106,16 @@ def test_a_queue_that_fills_or_has_room_again_is_told_at_once() -> None:
         await until(lambda: mesh.beats[-1].models[0].waiting == 1, "room again")
 
     run(scenario, max_num_queued_reqs=2)
+
+
+@pytest.mark.parametrize("takes", [True, False])
+def test_one_worker_that_takes_no_grammars_is_told_of(takes: bool) -> None:
+    core = SchedulerCore(Limits())
+    for number, grammars in enumerate((True, takes, True)):
+        core.worker_up(f"w{number}", 1, Capacity("m", 128, 4, 60, 997, [], grammars=grammars), 0)
+    metrics = SchedulerMetrics(CollectorRegistry())
+    reporter = Reporter(core, SUBJECTS, lambda subject, payload: None, metrics, Tracing("scheduler", "s", "", 0.0), 0)
+    assert [info.grammars for info in reporter.beat("s", False).models] == [takes]
 
 
 @pytest.mark.usefixtures("only_at_once")
