@@ -43,6 +43,7 @@ from shared.subjects import Subjects
 log = logging.getLogger("headrace.gateway")
 
 BEAT_INTERVAL_S = 1.0
+LATE_S = 0.5  # a tick that comes so much later tells that this process stood still, e.g. stopped or starved
 REPLY_TIMEOUT_S = 1.0
 RETRY_PAUSE_S = 0.1
 MESSAGE_MARGIN_BYTES = 4096  # of what carries a Submit's parts on: a plan with its pages, ids
@@ -83,6 +84,9 @@ class Dispatch:
         self._outbox = Outbox(bus)
         self._beat_now = asyncio.Event()
         self._mesh_changed = asyncio.Event()
+        self._ticked_s = float("inf")  # when the last tick came, monotonic seconds; none yet
+        self._judge_s = 0.0  # silence is not judged before
+        self._excused = False  # the last late tick did not judge, and none has since
 
     async def start(self) -> None:
         """Subscribe. Beats of a live scheduler come within a second."""
@@ -234,7 +238,9 @@ class Dispatch:
     def tick(self, now_s: float) -> None:
         """Nothing waits for ever: flights end once the scheduler is silent for too long, or messages may be lost.
 
-        A lost last entry would never show as a gap, so each reconnect ends what is open.
+        A lost last entry would never show as a gap, so each reconnect ends what is open. While this process stood still
+        it read nothing: the silence is judged an interval later, when the beats that waited in the socket are read. One
+        that is late each time judges every second time.
         """
         losses = self._losses()
         if losses != self._losses_seen:
@@ -254,6 +260,13 @@ class Dispatch:
         while True:
             self._beat_now.clear()
             self.tick(time.monotonic())
+        late_tick = now_s - self._ticked_s > BEAT_INTERVAL_S + LATE_S
+        self._ticked_s = now_s
+        if late_tick and not self._excused:
+            self._excused, self._judge_s = True, now_s + BEAT_INTERVAL_S
+        if now_s < self._judge_s:
+            return
+        self._excused = False
             try:
                 await self._bus.publish(subject, encode(self.beat()))
             except (BusUnavailable, PayloadTooLarge) as error:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import gc
 import logging
 import socket
@@ -32,6 +31,7 @@ from shared.bus import Bus, BusUnavailable, NatsBus
 from shared.ids import new_process_id
 from shared.lifecycle import ServiceFault, StartupError
 from shared.messages import Outcome
+from shared.ports import listen_problem
 
 log = logging.getLogger("headrace.gateway")
 
@@ -61,7 +61,7 @@ def listen(host: str, port: int) -> socket.socket:
         bound.listen(2048)
     except OSError as error:
         bound.close()
-        raise _port_error(host, port, error) from None
+        raise StartupError(listen_problem(host, port, error, "--port")) from None
     return bound
 
 
@@ -69,13 +69,7 @@ def listen_metrics(metrics: GatewayMetrics, host: str, port: int) -> InternalLis
     try:
         return InternalListener(metrics.registry, host, port)
     except OSError as error:
-        raise _port_error(host, port, error) from None
-
-
-def _port_error(host: str, port: int, error: OSError) -> StartupError:
-    if error.errno == errno.EADDRINUSE:
-        return StartupError(f"port {port} on {host} is taken")
-    return StartupError(f"cannot listen on port {port} of {host}: {error.strerror or error}")
+        raise StartupError(listen_problem(host, port, error, "--metrics-port")) from None
 
 
 async def run_gateway(gateway: Gateway, listener: socket.socket, stop: asyncio.Event, drain_grace_s: float) -> None:

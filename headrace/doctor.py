@@ -18,6 +18,7 @@ from headrace.models.default import cache_root, default_model_path, has_default_
 from headrace.nats_server import NatsServerError, find_nats_server
 from headrace.services import OUR_PACKAGES, SERVICES
 from shared.config import Parser
+from shared.ports import taken
 
 OUR_DISTRIBUTION = "headrace"
 NEEDED_FREE_BYTES = 2 << 30
@@ -139,7 +140,9 @@ def check_ports() -> Iterator[Finding]:
         wanted = [("metrics_host", "metrics_port")] + ([("host", "port")] if name == "gateway" else [])
         for host, port in ((getattr(declaration, h), getattr(declaration, p)) for h, p in wanted):
             free = is_free(host, port)
-            text = f"{port} of the {name} is {'free' if free else 'taken; choose another with --port'}"
-            if not free and port == declaration.metrics_port:
-                text = f"{port} (metrics of the {name}) is taken; headrace up takes a free one"
+            is_metrics = port == declaration.metrics_port
+            text = f"{port} of the {name}{' (metrics)' if is_metrics else ''} is free"
+            if not free:
+                text = taken(host, port, "--metrics-port" if is_metrics else "--port")
+                text += "; headrace up takes a free one" if is_metrics else ""
             yield Finding("ok" if free else "note", "port", text)

@@ -21,12 +21,17 @@ from headrace.models.default import CACHE_ENV
 from headrace.settings import UpSettings
 from headrace.supervisor import ChildSpec
 from shared.config import ENV_PREFIX, ConfigError, MeshConfig, options_of
+from shared.ports import listen_problem
 
 GATEWAY_STAGE, MESH_STAGE, NATS_STAGE = 0, 1, 2
 """Stopping order: no new work and open streams finished first, the bus last."""
 
 MESH_GRACE_S = 10.0
 """For scheduler and workers, which have nothing left to do once the gateway has drained."""
+
+
+class PortTaken(ConfigError):
+    """Somebody listens there."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +62,7 @@ def with_ports(settings: UpSettings) -> UpSettings:
         config: Any = services[name]
         port = config.metrics_port
         if port == 0:
+            check_free(config.metrics_host, 0, "--metrics-host")
             continue
         if port in taken or (name == "worker" and settings.workers > 1):
             port = 0
@@ -146,7 +152,7 @@ def free_port(host: str) -> int:
 def is_free(host: str, port: int) -> bool:
     try:
         check_free(host, port, "")
-    except ConfigError:
+    except PortTaken:
         return False
     return True
 
@@ -156,9 +162,8 @@ def check_free(host: str, port: int, flag: str) -> None:
     try:
         socket.create_server((host, port), family=_family(host)).close()
     except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise ConfigError(f"port {port} on {host} is taken; choose another with {flag}") from None
-        raise ConfigError(f"cannot listen on port {port} of {host}: {error.strerror or error}") from None
+        kind = PortTaken if error.errno == errno.EADDRINUSE else ConfigError
+        raise kind(listen_problem(host, port, error, flag)) from None
 
 
 def _family(host: str) -> socket.AddressFamily:

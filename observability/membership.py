@@ -15,6 +15,7 @@ from observability.tracing import Tracing
 from shared.bus import BusUnavailable, NatsBus
 from shared.config import MeshConfig
 from shared.lifecycle import StartupError
+from shared.ports import listen_problem
 
 log = logging.getLogger("headrace.membership")
 
@@ -40,7 +41,7 @@ async def joined(
     try:
         listener = InternalListener(registry, host, port)
     except OSError as error:
-        raise StartupError(f"metrics port {port}: {error.strerror}") from None
+        raise StartupError(listen_problem(host, port, error, "--metrics-port")) from None
     log.info("metrics on http://%s:%d/metrics", host, listener.port)
     tracing = Tracing(kind, name, config.otlp_endpoint, config.trace_sampling)
     try:

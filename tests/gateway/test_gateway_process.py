@@ -46,7 +46,7 @@ def test_a_taken_port_is_named(flag: str) -> None:
         arguments = [part for pair in flags.items() for part in pair]
         done = run_python(f"import sys; from gateway.__main__ import main; sys.exit(main({arguments!r}))")
     assert done.returncode == 2
-    assert done.stderr.strip() == f"headrace: port {port} on 127.0.0.1 is taken"
+    assert done.stderr.strip() == f"headrace: port {port} on 127.0.0.1 is taken; choose another with {flag}"
 
 
 @pytest.mark.parametrize("model", ["", "/no/such/folder"])

@@ -62,7 +62,7 @@ def test_this_installation_has_no_problem(capsys: pytest.CaptureFixture[str]) ->
 def test_a_taken_port_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "is_free", lambda host, port: port != 8000)
     noted = [finding.text for finding in doctor.check_ports() if finding.level == "note"]
-    assert noted == ["8000 of the gateway is taken; choose another with --port"]
+    assert noted == ["port 8000 on 127.0.0.1 is taken; choose another with --port"]
 
 
 def test_missing_nats_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
