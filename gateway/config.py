@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 
 from shared.config import MeshConfig, at_least, between, option
+from shared.model_name import model_name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +63,4 @@ class GatewayConfig(MeshConfig):
     @property
     def model_name(self) -> str:
         """The name the API and the mesh know the model by: a folder under its own name, an id under that id."""
-        if self.served_model_name:
-            return self.served_model_name
-        folder = Path(self.model).expanduser()
-        return folder.resolve().name if folder.is_dir() else self.model
+        return model_name(self.model, self.served_model_name)

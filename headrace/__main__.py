@@ -127,7 +127,11 @@ def _service(service: Service, argv: Sequence[str]) -> int:
     """Run one service. ``--model default`` is made a folder here: services know no model but by folder or id."""
     config: Any = parse_service(service.declaration(), service.name, f"headrace {service.name}", argv)
     extra: list[str] = []
-    if getattr(config, "model", None) == "default" and not getattr(config, "simulate", False):
+    if getattr(config, "simulate", False):
+        from headrace.launch import simulated_flags
+
+        extra = simulated_flags(config)
+    elif getattr(config, "model", None) == "default":
         extra = ["--model", _fetched("default", f"headrace {service.name}")]
     return service.main()([*argv, *extra])
 

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from headrace.models.default import CACHE_ENV
+from headrace.models.default import CACHE_ENV, DEFAULT_MODEL_ID, DEFAULT_VOCAB_SIZE
 from headrace.settings import UpSettings
 from headrace.supervisor import ChildSpec
 from shared.config import ENV_PREFIX, ConfigError, MeshConfig, options_of
@@ -103,9 +103,8 @@ def child_specs(settings: UpSettings, mesh: Mesh, environ: Mapping[str, str] | N
     ]
     for index in range(settings.workers):
         worker: Any = dataclasses.replace(settings.services["worker"], **decided("worker"), **model)
-        if worker.simulate and worker.simulate_vocab_size == type(worker).simulate_vocab_size:
-            # The gateway tokenises with the real model's tokenizer: a simulated worker must take all its ids.
-            worker = dataclasses.replace(worker, simulate_vocab_size=_vocab_size(mesh.model_folder, worker))
+        if worker.simulate:
+            worker = dataclasses.replace(worker, simulate_vocab_size=_vocab_size(worker))
         # A lasting name: a worker that is started again is known at once for the one that was lost.
         base = worker.worker_id or "worker"
         changes: dict[str, object] = {"worker_id": f"{base}-{index}"}
@@ -150,6 +149,7 @@ def free_port(host: str) -> int:
 
 
 def is_free(host: str, port: int) -> bool:
+    """False if somebody listens on ``port``. Raises ConfigError if nobody could."""
     try:
         check_free(host, port, "")
     except PortTaken:
@@ -178,9 +178,23 @@ def _spec(
     return ChildSpec(name, command, stage, grace_s, service_environ(config, environ))
 
 
-def _vocab_size(folder: str, worker: Any) -> int:
+def simulated_flags(worker: Any) -> list[str]:
+    """Flags by which a simulated worker on its own is met by gateways of the same ``--model``; nothing is fetched."""
+    flags = ["--simulate-vocab-size", str(_vocab_size(worker))]
+    if worker.model == "default" and not worker.served_model_name:
+        flags += ["--served-model-name", DEFAULT_MODEL_ID]
+    return flags
+
+
+def _vocab_size(worker: Any) -> int:
+    """The gateway tokenises with the real model's tokenizer: a simulated worker must take all its ids."""
+    if worker.simulate_vocab_size != type(worker).simulate_vocab_size:
+        return int(worker.simulate_vocab_size)
+    if worker.model == "default":
+        return DEFAULT_VOCAB_SIZE
     try:
-        return int(json.loads((Path(folder) / "config.json").read_text("utf-8"))["vocab_size"])
+        config = json.loads((Path(worker.model).expanduser() / "config.json").read_text("utf-8"))
+        return int(config["vocab_size"])
     except (OSError, ValueError, KeyError, TypeError):
         return int(worker.simulate_vocab_size)
 

@@ -19,6 +19,7 @@ from shared.config import parse_service
 from shared.ids import new_incarnation, new_process_id
 from shared.lifecycle import run
 from shared.messages import Capacity
+from shared.model_name import model_name
 from worker.config import WorkerConfig
 from worker.metrics import WorkerMetrics
 from worker.runner import Runner
@@ -32,7 +33,7 @@ def load_runner(config: WorkerConfig) -> Runner:
     """Load the model (or its simulation). Raises StartupError with the reason if it cannot be served."""
     if config.simulate:
         eos = [config.simulate_eos] if config.simulate_eos >= 0 else []
-        name = config.served_model_name or config.model
+        name = model_name(config.model, config.served_model_name)
         longest = min(config.max_model_len or 1 << 20, config.simulate_blocks * config.block_size)
         capacity = Capacity(
             name,

@@ -20,6 +20,7 @@ from shared.beams import candidates_wanted
 from shared.config import ConfigError, size_bytes
 from shared.grammar import GrammarError
 from shared.lifecycle import StartupError
+from shared.model_name import model_name
 from shared.messages import Capacity, TokenLogprob
 from worker.attention import PagedPass, answering
 from worker.batch import SCRATCH_PAGE, Batch, Row, Sampled, Slot, Step
@@ -253,12 +254,6 @@ class TorchRunner:
 
 def load_torch_runner(config: WorkerConfig) -> TorchRunner:
     """The runner that a worker's options ask for. Raises StartupError, one line, if it can't be had."""
-    try:
-        kv_cache_memory = size_bytes(config.kv_cache_memory)
-        swap_space = size_bytes(config.swap_space)
-    except ConfigError as error:
-        raise StartupError(f"kv-cache-memory, swap-space: {error}") from None
-    folder = Path(config.model)
     runner = TorchRunner.load(
         config.model,
         dtype=config.dtype,
@@ -267,7 +262,7 @@ def load_torch_runner(config: WorkerConfig) -> TorchRunner:
         kv_cache_memory=kv_cache_memory,
         gpu_memory_utilization=config.gpu_memory_utilization,
         max_model_len=config.max_model_len,
-        served_model_name=config.served_model_name or (folder.resolve().name if folder.is_dir() else config.model),
+        served_model_name=model_name(config.model, config.served_model_name),
         num_threads=config.threads or None,
         swap_space=swap_space,
     )

