@@ -87,6 +87,7 @@ class Dispatch:
         self._ticked_s = float("inf")  # when the last tick came, monotonic seconds; none yet
         self._judge_s = 0.0  # silence is not judged before
         self._excused = False  # the last late tick did not judge, and none has since
+        self._served: tuple[str, ...] = ()  # by the workers, as last told
 
     async def start(self) -> None:
         """Subscribe. Beats of a live scheduler come within a second."""
@@ -217,13 +218,26 @@ class Dispatch:
     def _on_scheduler_beat(self, message: AnyMessage) -> None:
         if not isinstance(message, SchedulerBeat):
             raise BadMessage(f"{type(message).__name__} where a scheduler's beats come")
-        if self.mesh.observe(message, time.monotonic()):
+        now_s = time.monotonic()
+        new_epoch = self.mesh.observe(message, now_s)
+        self._tell_other_models(now_s)
+        if new_epoch:
             log.info("scheduler %s leads with epoch %d", message.scheduler, message.epoch)
             self.ledger.epoch = self.mesh.epoch
             self._mesh_changed.set()
             for record in self.ledger:
                 if 0 < record.epoch < message.epoch:
                     record.owner.flight.fail_interrupted("the scheduler has changed")
+
+    def _tell_other_models(self, now_s: float) -> None:
+        """Log, once for each change, that the workers serve other models than this gateway."""
+        served = self.mesh.served(now_s)
+        if served == self._served:
+            return
+        self._served = served
+        reason = self.mesh.why_not_ready(self._config.model_name, now_s)
+        if served and reason is not None:
+            log.warning("%s", reason)
 
     def _on_roll_call(self, message: AnyMessage) -> None:
         if not isinstance(message, RollCall):

@@ -6,6 +6,9 @@ from gateway.errors import invalid, queue_full
 from shared.messages import MAX_EPOCH, ModelInfo, SchedulerBeat
 from shared.retry import retry_after_s
 
+NO_WORKER = "no ready worker serves"
+MOST_NAMED = 8  # models that a message lists
+
 
 class MeshView:
     """The highest epoch wins; beats of lower ones are ignored; a leader silent for ``stale_s`` counts as absent."""
@@ -67,5 +70,18 @@ class MeshView:
             return "the scheduler is draining"
         info = self.model(name, now_s)
         if info is None or info.workers < 1:
-            return f"no ready worker serves the model {name!r}"
+            reason = f"{NO_WORKER} the model {name!r}"
+            others = self.served(now_s)
+            return f"{reason}; workers serve: {_listed(others)}" if others else reason
         return None
+
+    def served(self, now_s: float) -> tuple[str, ...]:
+        """The models that have a ready worker, by name."""
+        if self._beat is None or not self.has_scheduler(now_s):
+            return ()
+        return tuple(info.name for info in self._beat.models if info.workers > 0)
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    return ", ".join(names[:MOST_NAMED]) + more

@@ -32,6 +32,10 @@ def test_no_worker_another_model_and_draining_are_not_ready() -> None:
     assert "no ready worker" in (view.why_not_ready("m", 0.0) or "")
     view.observe(beat(2, name="other"), 0.0)
     assert view.why_not_ready("m", 0.0) is not None
+    assert (view.why_not_ready("m", 0.0) or "").endswith("'m'; workers serve: other")
+    many = [ModelInfo(f"m{number}", 100, 50, number) for number in range(11)]
+    view.observe(SchedulerBeat("s", 2, many), 0.0)
+    assert (view.why_not_ready("m", 0.0) or "").endswith("workers serve: m1, m2, m3, m4, m5, m6, m7, m8 and 2 more")
     view.observe(beat(2, draining=True), 0.0)
     assert "draining" in (view.why_not_ready("m", 0.0) or "")
 
