@@ -7,7 +7,6 @@ import contextlib
 import gc
 import logging
 import socket
-import ssl
 from collections.abc import Iterator
 
 import uvicorn
@@ -16,12 +15,13 @@ from gateway.access import KeyGate
 from gateway.answering import Gateway
 from gateway.app import make_app
 from gateway.config import GatewayConfig
+from gateway.config_files import check_files
 from gateway.direct_routes import DirectRoutes
 from gateway.dispatch import Dispatch
 from gateway.errors import UNAUTHORIZED, unavailable
 from gateway.file_limit import allow_connections
 from gateway.http_protocol import HttpLimits, http_protocol
-from gateway.keys import Keyring, KeysError
+from gateway.keys import KeysError
 from gateway.metrics import GatewayMetrics
 from gateway.tokenizer import PromptTokenizer
 from observability.listener import InternalListener
@@ -140,25 +140,9 @@ async def _idle(gateway: Gateway, within_s: float) -> bool:
     return True
 
 
-def check_tls(config: GatewayConfig) -> None:
-    """Raise :class:`StartupError` unless the certificate and its key, where given, can be used."""
-    if not config.tls_cert:
-        if config.tls_key:
-            raise StartupError("--tls-key is given without --tls-cert")
-        return
-    try:
-        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(config.tls_cert, config.tls_key or None)
-    except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
-        raise StartupError(f"--tls-cert {config.tls_cert}: {getattr(error, 'strerror', '') or error}") from None
-
-
 async def serve(config: GatewayConfig, stop: asyncio.Event) -> None:
     """The gateway process, from its configuration to its end."""
-    check_tls(config)
-    try:
-        Keyring(config.api_keys, config.api_key)  # before anything is loaded
-    except KeysError as error:
-        raise StartupError(str(error)) from None
+    check_files(config)  # before anything is loaded
     listener = listen(config.host, config.port)
     with contextlib.ExitStack() as stack:
         stack.callback(listener.close)
@@ -180,7 +164,7 @@ async def serve(config: GatewayConfig, stop: asyncio.Event) -> None:
             try:
                 gateway = Gateway(config, dispatch, tokenizer, tracing, metrics)
             except KeysError as error:  # the file has changed meanwhile
-                raise StartupError(str(error)) from None
+                raise StartupError(f"--api-keys {error}") from None
             port = listener.getsockname()[1]
             log.info(
                 "%s serves %s on %s://%s:%d, metrics on http://%s:%d/metrics",

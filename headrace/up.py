@@ -16,6 +16,7 @@ from headrace.nats_server import NatsServer, NatsServerError
 from headrace.readiness import NotServing, base_url, curl_line, has_chat_template, wait_until_serving
 from headrace.settings import UpSettings, read_settings
 from headrace.supervisor import CANNOT_START, ChildSpec, Supervisor
+from headrace.up_checks import check
 from shared.config import ConfigError
 
 OK, FAULT, INTERRUPTED = 0, 1, 130
@@ -25,6 +26,7 @@ def main(argv: Sequence[str]) -> int:
     """Exit 0: asked to stop, and stopped. 1: a fault. 2: cannot start as configured. 130: stopped by force."""
     settings = read_settings(argv)
     try:
+        check(settings)
         settings = with_api_key(with_ports(settings))  # before anything is fetched or started
         if settings.file is not None:
             say(f"configuration from {settings.file}")

@@ -68,6 +68,15 @@ def size_bytes(text: str) -> int:
     return int(value)
 
 
+def is_size(text: str) -> str | None:
+    """A check: what is wrong with a size as :func:`size_bytes` reads it."""
+    try:
+        size_bytes(text)
+    except ConfigError as error:
+        return str(error).removeprefix(f"{text!r} ")
+    return None
+
+
 @dataclasses.dataclass(frozen=True)
 class Option:
     """One declared option, as read from its field."""

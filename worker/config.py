@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shared.config import MeshConfig, at_least, between, option
+from shared.config import MeshConfig, at_least, between, is_size, option
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,10 @@ class WorkerConfig(MeshConfig):
         None, "longest prompt + output, in tokens (default: the model's own limit); clamped to the KV pool",
         check=at_least(1),
     )  # fmt: skip
-    kv_cache_memory: str = option("1GiB", "memory for KV blocks on a CPU, e.g. 512MiB or 4GiB")
-    swap_space: str = option("0", "host memory for KV blocks of preempted sequences, e.g. 4GiB; 0: they are recomputed")
+    kv_cache_memory: str = option("1GiB", "memory for KV blocks on a CPU, e.g. 512MiB or 4GiB", check=is_size)
+    swap_space: str = option(
+        "0", "host memory for KV blocks of preempted sequences, e.g. 4GiB; 0: they are recomputed", check=is_size
+    )
     gpu_memory_utilization: float = option(
         0.9, "share of the GPU's memory for weights, activations and KV blocks", check=between(0.05, 1.0)
     )

@@ -17,11 +17,10 @@ from kernels.contract import AttentionKernel, Geometry, RaggedBatch
 from kernels.elementwise import aligned_rows
 from kernels.reference import ReferenceAttention
 from shared.beams import candidates_wanted
-from shared.config import ConfigError, size_bytes
+from shared.config import size_bytes
 from shared.grammar import GrammarError
-from shared.lifecycle import StartupError
-from shared.model_name import model_name
 from shared.messages import Capacity, TokenLogprob
+from shared.model_name import model_name
 from worker.attention import PagedPass, answering
 from worker.batch import SCRATCH_PAGE, Batch, Row, Sampled, Slot, Step
 from worker.config import WorkerConfig
@@ -259,12 +258,12 @@ def load_torch_runner(config: WorkerConfig) -> TorchRunner:
         dtype=config.dtype,
         device=config.device,
         block_size=config.block_size,
-        kv_cache_memory=kv_cache_memory,
+        kv_cache_memory=size_bytes(config.kv_cache_memory),
         gpu_memory_utilization=config.gpu_memory_utilization,
         max_model_len=config.max_model_len,
         served_model_name=model_name(config.model, config.served_model_name),
         num_threads=config.threads or None,
-        swap_space=swap_space,
+        swap_space=size_bytes(config.swap_space),
     )
     runner.grammars.warm()
     return runner

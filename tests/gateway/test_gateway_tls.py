@@ -14,7 +14,7 @@ from certificates import Certificate, make_certificate
 from gateway_mesh import MODEL, running_gateway
 
 from gateway.config import GatewayConfig
-from gateway.service import check_tls
+from gateway.config_files import check_tls
 from headrace.readiness import base_url, curl_line, wait_until_serving
 from shared.lifecycle import StartupError
 

@@ -61,6 +61,8 @@ def test_headrace_toml_of_the_current_folder_is_read_unless_one_is_named(elsewhe
         (["--no-such-flag"], {}, "", "--no-such-flag"),
         (["--max-num-seqs", "many"], {}, "", "--max-num-seqs: 'many' is no int"),
         (["--max-num-seqs", "0"], {}, "", "must be at least 1"),
+        (["--kv-cache-memory", "5XB"], {}, "", "--kv-cache-memory: '5XB' is no size; write e.g. 1GiB"),
+        (["--swap-space", "-1"], {}, "", "--swap-space: '-1' is no usable size"),
         (["--port", "65536"], {}, "", "must be between 0 and 65535"),
         (["--policy", "lifo"], {}, "", "none of continuous"),
         (["--workers", "0"], {}, "", "--workers: '0' must be a number from 1"),

@@ -19,6 +19,8 @@ from pathlib import Path
 import pytest
 from tiny_models import make_tiny_model
 
+from headrace.up import main
+
 pytestmark = pytest.mark.mesh
 
 DEADLINE_S = 60.0
@@ -158,11 +160,36 @@ def test_a_taken_port_is_named_before_anything_starts(tmp_path: Path, model: Pat
     assert errors == f"headrace: port {port} on 127.0.0.1 is taken; choose another with --port\n"
 
 
+@pytest.mark.parametrize(
+    ("argv", "complaint"),
+    [
+        (["--kv-cache-memory", "5XB"], "headrace up: --kv-cache-memory: '5XB' is no size; "),
+        (["--api-keys", "/no/such.toml"], "headrace: --api-keys /no/such.toml: No such file"),
+        (["--tls-cert", "/no/such.pem"], "headrace: --tls-cert /no/such.pem: No such file"),
+        (["--max-num-seqs", "64", "--max-num-batched-tokens", "8"], "headrace: max_num_batched_tokens (8) is less "),
+        (["--record", "/no/such/folder/trace"], "headrace: --record /no/such/folder/trace: no such folder"),
+        (["--nats", "tls://n", "--nats-ca", "/no/such.pem"], "headrace: --nats-ca /no/such.pem: No such file"),
+        (["--metrics-host", "192.0.2.1"], "headrace: cannot listen on port 0 of 192.0.2.1 (--metrics-host)"),
+    ],
+)
+def test_what_cannot_be_used_is_named_before_anything_starts(
+    argv: list[str], complaint: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headrace.up.NatsServer", None)  # nothing is started
+    monkeypatch.setattr("headrace.up.resolve_model", None)  # nor fetched
+    try:
+        code = main(["--port", "0", "--metrics-port", "0", *argv])
+    except SystemExit as ended:
+        code = ended.code
+    output, errors = capsys.readouterr()
+    assert (code, output, errors.count("\n")) == (2, "", 1)
+    assert errors.startswith(complaint)
+
+
 def test_a_missing_model_is_named(tmp_path: Path) -> None:
     assert refused(tmp_path, "--model", "/no/such/model", "--port", "0") == "headrace: /no/such/model: no such folder\n"
 
 
 def test_a_child_that_cannot_start_as_configured_ends_everything(tmp_path: Path, model: Path) -> None:
-    argv = ["--simulate", "--model", str(model), "--port", "0"]
-    errors = refused(tmp_path, *argv, "--max-num-seqs", "64", "--max-num-batched-tokens", "8")
-    assert re.search(r"headrace: scheduler cannot start: .*max.num.batched.tokens", errors)
+    errors = refused(tmp_path, "--model", str(model), "--port", "0", "--max-model-len", "1000000")
+    assert re.search(r"headrace: worker cannot start: max-model-len 1000000 is more than", errors)

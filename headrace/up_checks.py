@@ -1,0 +1,29 @@
+"""What of ``headrace up``'s settings would only be found wrong by a service that has started: tried before any does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from gateway.config_files import check_files
+from headrace.settings import UpSettings
+from shared.config import ConfigError
+from shared.lifecycle import StartupError
+
+
+def check(settings: UpSettings) -> None:
+    """Raise ConfigError, one line that names the option, for a file that cannot be used or numbers that contradict."""
+    gateway: Any = settings.services["gateway"]
+    scheduler: Any = settings.services["scheduler"]
+    try:
+        check_files(gateway)
+        scheduler.limits()
+    except (StartupError, ValueError) as error:
+        raise ConfigError(str(error)) from None
+    if scheduler.record and not Path(scheduler.record).parent.is_dir():
+        raise ConfigError(f"--record {scheduler.record}: no such folder")
+    if not settings.own_nats and gateway.nats_ca:
+        try:
+            Path(gateway.nats_ca).read_bytes()
+        except OSError as error:
+            raise ConfigError(f"--nats-ca {gateway.nats_ca}: {error.strerror}") from None
