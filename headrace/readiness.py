@@ -12,6 +12,8 @@ from pathlib import Path
 
 import httpx
 
+from gateway.mesh_view import NO_WORKER
+
 REPORT_EVERY_S = 10.0
 POLL_S = 0.1
 COMPLETION_TIMEOUT_S = 120.0
@@ -36,19 +38,37 @@ async def wait_until_serving(
 
     Raises :class:`NotServing` if a ready mesh answers the completion with a 4xx other than 429.
     """
-    heard_at = time.monotonic()
+    heard_at = began_at = time.monotonic()
+    answered = False
     # trust_env off: a proxy of the environment has no business between us and our own loopback port.
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     verify = _trusting(certificate) if certificate else True
     async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=5.0, headers=headers, verify=verify) as client:
         while True:
-            reason = await _try(client, model)
-            if not reason:
+            try:
+                reason = await _try(client, model)
+                answered = True
+            except httpx.HTTPError as error:
+                reason = f"the gateway does not answer ({str(error) or type(error).__name__})" if answered else ""
+            if answered and not reason:
                 return
-            if time.monotonic() - heard_at >= REPORT_EVERY_S:
-                report(f"not ready yet: {reason}")
-                heard_at = time.monotonic()
+            now = time.monotonic()
+            if now - heard_at >= REPORT_EVERY_S:
+                report(why_waiting(reason, now - began_at))
+                heard_at = now
             await asyncio.sleep(POLL_S)
+
+
+def why_waiting(reason: str, waited_s: float) -> str:
+    """What a mesh that was just started does while it is not ready for ``reason``; empty: it has not answered yet.
+
+    ``up`` started the workers itself and ends if one cannot start: one that is not ready is loading.
+    """
+    if not reason:
+        return f"the gateway is starting ({waited_s:.0f} s)"
+    if reason.startswith(NO_WORKER):
+        return f"the worker is loading the model ({waited_s:.0f} s)"
+    return f"not ready yet: {reason}"
 
 
 def _trusting(certificate: str) -> ssl.SSLContext:
@@ -59,18 +79,13 @@ def _trusting(certificate: str) -> ssl.SSLContext:
 
 
 async def _try(client: httpx.AsyncClient, model: str) -> str:
-    """Empty once a completion has succeeded, else why not."""
-    try:
-        ready = await client.get("/ready")
-        if ready.status_code != 200:
-            return _reason(ready)
-        done = await client.post(
-            "/v1/completions",
-            json={"model": model, "prompt": "Hello", "max_tokens": 1},
-            timeout=COMPLETION_TIMEOUT_S,
-        )
-    except httpx.HTTPError as error:
-        return f"the gateway does not answer ({error or type(error).__name__})"
+    """Empty once a completion has succeeded, else why not. Raises httpx.HTTPError if the gateway does not answer."""
+    ready = await client.get("/ready")
+    if ready.status_code != 200:
+        return _reason(ready)
+    done = await client.post(
+        "/v1/completions", json={"model": model, "prompt": "Hello", "max_tokens": 1}, timeout=COMPLETION_TIMEOUT_S
+    )
     if 400 <= done.status_code < 500 and done.status_code != 429:
         raise NotServing(f"a first completion was refused with {done.status_code}: {_reason(done)}")
     return "" if done.status_code == 200 else _reason(done)

@@ -10,11 +10,14 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import httpx
 import pytest
 
+from gateway.mesh_view import MeshView
 from headrace import readiness
 from headrace.child_output import readable, show
-from headrace.readiness import NotServing, base_url, curl_line, has_chat_template, wait_until_serving
+from headrace.readiness import NotServing, base_url, curl_line, has_chat_template, wait_until_serving, why_waiting
+from shared.messages import ModelInfo, SchedulerBeat
 
 Answer = tuple[int, object]
 
@@ -80,6 +83,32 @@ def test_says_why_it_waits(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) ->
     assert wait(gateway) == ["not ready yet: no worker is ready", "not ready yet: loading"]
 
 
+def test_what_is_done_meanwhile_is_said_and_for_how_long() -> None:
+    view = MeshView(3.0)
+    view.observe(SchedulerBeat("s", 1, [ModelInfo("m", 100, 50, workers=0), ModelInfo("other", 100, 50, 1)]), 0.0)
+    assert why_waiting(view.why_not_ready("m", 0.0) or "", 12.4) == "the worker is loading the model (12 s)"
+    assert why_waiting("", 10.0) == "the gateway is starting (10 s)"
+
+
+def test_a_gateway_that_is_not_there_yet_is_starting(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readiness, "REPORT_EVERY_S", 0.0)
+    said: list[str] = []
+    failures = [httpx.ReadTimeout(""), None, httpx.ReadTimeout(""), None]
+
+    async def trying(client: object, model: str) -> str:
+        failure = failures.pop(0)
+        if failure is not None:
+            raise failure
+        return "draining" if failures else ""
+
+    monkeypatch.setattr(readiness, "_try", trying)
+    asyncio.run(wait_until_serving(gateway.url, "m", said.append))
+    assert said == [
+        "the gateway is starting (0 s)", "not ready yet: draining",
+        "not ready yet: the gateway does not answer (ReadTimeout)",
+    ]  # fmt: skip
+
+
 def test_a_refused_completion_is_no_reason_to_wait(gateway: Gateway) -> None:
     gateway.completions = [(400, {"error": {"message": "the prompt is bad"}})]
     with pytest.raises(NotServing, match="refused with 400: the prompt is bad"):
@@ -130,6 +159,7 @@ def test_every_line_stands_under_its_childs_name(capsys: pytest.CaptureFixture[s
     record = {"ts": "2026-01-02T03:04:05.678Z", "level": "error", "message": "fault", "exception": "Traceback\nLast"}
     show("worker-0", json.dumps(record))
     show("nats", "[1] [INF] Starting nats-server")
+    show("nats", "[1] [WRN] Plaintext passwords detected, use nkeys or bcrypt")
     show("nats", "[1] [ERR] address in use")
     assert capsys.readouterr().err.splitlines() == [
         "worker-0  | 03:04:05 ERROR   fault",
