@@ -260,6 +260,13 @@ class Dispatch:
         if losses != self._losses_seen:
             self._losses_seen = losses
             self.fail_all("the connection to the mesh was interrupted")
+        late_tick = now_s - self._ticked_s > BEAT_INTERVAL_S + LATE_S
+        self._ticked_s = now_s
+        if late_tick and not self._excused:
+            self._excused, self._judge_s = True, now_s + BEAT_INTERVAL_S
+        if now_s < self._judge_s:
+            return
+        self._excused = False
         if len(self.ledger) and self.mesh.silence_s(now_s) > self._config.stall_timeout_s:
             self.fail_all(f"the scheduler has been silent for {self._config.stall_timeout_s:g} s")
 
@@ -274,13 +281,6 @@ class Dispatch:
         while True:
             self._beat_now.clear()
             self.tick(time.monotonic())
-        late_tick = now_s - self._ticked_s > BEAT_INTERVAL_S + LATE_S
-        self._ticked_s = now_s
-        if late_tick and not self._excused:
-            self._excused, self._judge_s = True, now_s + BEAT_INTERVAL_S
-        if now_s < self._judge_s:
-            return
-        self._excused = False
             try:
                 await self._bus.publish(subject, encode(self.beat()))
             except (BusUnavailable, PayloadTooLarge) as error:
