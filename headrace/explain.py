@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import http.client
 import json
+import os
 import shutil
 import sys
 import urllib.error
@@ -11,11 +13,13 @@ import urllib.request
 from collections.abc import Sequence
 from typing import Any
 
+from headrace.settings import SCHEDULER_ENV
 from headrace.text_table import table
 from observability.explanation import Interval
 from observability.explanation_text import lines
 from shared.config import Parser
 
+DEFAULT_SCHEDULER = "http://127.0.0.1:9401"
 TIMEOUT_S = 15.0
 
 
@@ -29,18 +33,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         "request", nargs="?", default="",
         help="id of the request, of the answer (chatcmpl-...), or the X-Request-Id that the client sent",
     )  # fmt: skip
-    made.add_argument("--slowest", type=int, default=0, metavar="N", help="list the N slowest requests instead")
+    made.add_argument("--slowest", type=int, default=None, metavar="N", help="list the N slowest requests instead")
     made.add_argument(
-        "--scheduler", default="http://127.0.0.1:9401", metavar="URL", help="the scheduler's internal listener"
-    )
+        "--scheduler", default=os.environ.get(SCHEDULER_ENV) or DEFAULT_SCHEDULER, metavar="URL",
+        help=f"the scheduler's internal listener (default: ${SCHEDULER_ENV}, or {DEFAULT_SCHEDULER})",
+    )  # fmt: skip
     made.add_argument("--full", action="store_true", help="show each interval, however many; else they are folded")
     made.add_argument("--json", action="store_true", help="print JSON")
     args = made.parse_args(argv)
-    if bool(args.request) == bool(args.slowest) or args.slowest < 0:
+    if args.request and args.slowest is not None:
+        made.error("give the id of a request or --slowest N, not both")
+    if args.slowest is not None and args.slowest < 1:
+        made.error("--slowest: N is at least 1")
+    if not args.request and args.slowest is None:
         made.error("give the id of a request, or --slowest N")
+    base = args.scheduler.rstrip("/")
+    if not base.startswith(("http://", "https://")):
+        made.error(f"--scheduler: {base!r} is no http URL")
+    print(f"headrace explain: {_who(made, base)}", file=sys.stderr)
     path = f"/debug/requests/{urllib.parse.quote(args.request, safe='')}" if args.request else "/debug/requests"
     query = urllib.parse.urlencode({"format": "json"} | ({"slowest": args.slowest} if args.slowest else {}))
-    found = _fetch(made, f"{args.scheduler.rstrip('/')}{path}?{query}", args.request)
+    found = _fetch(made, f"{base}{path}?{query}", args.request)
     if args.json:
         print(json.dumps(found, indent=2))
     elif args.request:
@@ -55,22 +68,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _who(parser: Parser, base: str) -> str:
+    """Which scheduler answers: several meshes may run on one machine."""
+    about = _fetch(parser, f"{base}/debug/scheduler", "")
+    if not isinstance(about, dict) or not {"scheduler", "mesh"} <= about.keys():
+        parser.error(f"{base} is no scheduler's internal listener (see --scheduler)")
+    return f"scheduler {about['scheduler']} of mesh {about['mesh']} at {base}"
+
+
 def _fetch(parser: Parser, url: str, request_id: str) -> Any:
-    if not url.startswith(("http://", "https://")):
-        parser.error(f"--scheduler: {url!r} is no http URL")
     try:
         with urllib.request.urlopen(url, timeout=TIMEOUT_S) as answer:
             return json.load(answer)
     except urllib.error.HTTPError as error:
+        with error:
+            body = error.read()
         if error.code == 404 and request_id:
             try:
-                why = json.load(error)["error"]
+                why = json.loads(body)["error"]
             except (ValueError, KeyError, TypeError):
-                why = f"no request {request_id!r} is remembered"
+                why = f"no request {request_id!r} is known"
             print(f"headrace explain: {why} (see --slowest)", file=sys.stderr)
             raise SystemExit(1) from None
+        if error.code < 500:
+            parser.error(f"no scheduler, but something else answers at {url}: {error} (see --scheduler)")
         parser.error(f"{url}: {error}")
-    except (OSError, ValueError) as error:
+    except (http.client.HTTPException, OSError, ValueError) as error:
         reason = getattr(error, "reason", error)
         parser.error(f"no scheduler answers at {url}: {reason} (see --scheduler)")
 
@@ -86,10 +109,10 @@ def _intervals(found: dict[str, Any]) -> list[Interval]:
 
 
 def _listed(found: list[dict[str, Any]]) -> str:
-    rows = [["took ms", "request", "prompt", "generated", "preempted", "end"]]
+    rows = [["took ms", "request", "client's id", "prompt", "generated", "preempted", "end"]]
     rows += [
         [
-            f"{one['took_ms']:,.1f}" if one["took_ms"] is not None else "-", one["request_id"],
+            f"{one['took_ms']:,.1f}" if one["took_ms"] is not None else "-", one["request_id"], one["client_id"] or "-",
             str(one["prompt_tokens"]), str(one["generated_tokens"]), str(one["preemptions"]), one["end"],
         ]
         for one in found

@@ -17,6 +17,9 @@ from headrace.models.default import CACHE_ENV
 from headrace.services import declarations, united_options
 from shared.config import CONFIG_FILE_ENV, MeshConfig, Parser, add_flags, check_keys, read_file, resolve
 
+SCHEDULER_ENV = "HEADRACE_SCHEDULER"
+"""Where ``headrace explain`` asks; no service reads it."""
+
 LOCAL_FILE = Path("headrace.toml")
 """Read by ``up`` where it is run, unless a file is named."""
 
@@ -70,7 +73,7 @@ def _settings(args: argparse.Namespace, environ: Mapping[str, str]) -> UpSetting
     if file is None and LOCAL_FILE.is_file():
         file = LOCAL_FILE
     declared = declarations()
-    check_keys(declared, file=file, environ=environ, extra_env={CACHE_ENV})
+    check_keys(declared, file=file, environ=environ, extra_env={CACHE_ENV, SCHEDULER_ENV})
     services = {
         name: resolve(declaration, name, flags, file=file, environ=environ) for name, declaration in declared.items()
     }

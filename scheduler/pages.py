@@ -23,14 +23,14 @@ JSON = "application/json"
 MOST_LISTED = 200
 
 FORGOTTEN = (
-    "it is unknown, older than what is remembered (--recorded-requests), still running (then only its own id is known "
-    "here, not its client's), or was refused by its gateway before it came here, and then its answer says why"
+    "while it runs, only its own id is known here (/dashboard lists it), not its client's; it may be older than what "
+    "is remembered (--recorded-requests), or was refused by its gateway, whose answer says why"
 )
 
 
 def add_pages(listener: InternalListener, service: SchedulerService) -> None:
-    """``/dashboard`` with the ``/debug/state`` that it polls; ``/debug/requests`` (``?slowest=N``) and
-    ``/debug/requests/{id}``; with ``format=json`` for programs.
+    """``/debug/scheduler``: whose listener this is. ``/dashboard`` with the ``/debug/state`` that it polls.
+    ``/debug/requests`` (``?slowest=N``) and ``/debug/requests/{id}``; with ``format=json`` for programs.
 
     The id is the request's, the answer's (``chatcmpl-...``) or the client's X-Request-Id.
     """
@@ -51,7 +51,7 @@ def add_pages(listener: InternalListener, service: SchedulerService) -> None:
     def one(request_id: str, query: Mapping[str, str]) -> Page:
         report = on_loop(loop, lambda: service.report(request_id))
         if report.request is None:
-            why = f"no request {request_id!r} is remembered: {FORGOTTEN}"
+            why = f"no request {request_id!r} is known: {FORGOTTEN}"
             if query.get("format") == "json":
                 return _json({"error": why}, 404)
             return Page(missing_page(request_id, why), status=404)
@@ -71,7 +71,11 @@ def add_pages(listener: InternalListener, service: SchedulerService) -> None:
         seen = on_loop(loop, lambda: look(service, live.taken))
         return Page(msgspec.json.encode(live.tell(seen, since)), JSON)
 
+    def myself(rest: str, query: Mapping[str, str]) -> Page:
+        return _json({"scheduler": service.name, "mesh": service.mesh})
+
     page = dashboard_page()
+    listener.add("/debug/scheduler", myself)
     listener.add("/debug/requests", requests)
     listener.add("/debug/state", state)
     listener.add("/dashboard", lambda rest, query: Page(page))

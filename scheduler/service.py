@@ -70,6 +70,7 @@ class SchedulerService:
     ) -> None:  # fmt: skip
         self._config = config
         self.name = name
+        self.mesh = config.mesh
         self._step_bus = step_bus
         self._bus = bus
         self._metrics = metrics
