@@ -32,11 +32,12 @@ bench: $(VENV)/.installed-all
 # Made again only when what is to be installed may have changed.
 $(VENV)/.installed-%: pyproject.toml compose/install-torch.sh | $(BIN)/python
 	@compose/install-torch.sh $(BIN)/python
-	@echo "installing Headrace and what it needs (a minute or two)"
+	@echo "installing Headrace and what it needs (a minute or two, without a word unless something is wrong)"
 	@$(BIN)/python -m pip install --disable-pip-version-check --quiet --editable '.[$*]'
 	@touch $@
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "Headrace needs Python 3.11 or newer; say which with PYTHON=..." >&2; exit 1; }
-	$(PYTHON) -m venv $(VENV)
+	@echo "making a virtual environment in $(VENV) (some ten seconds)"
+	@$(PYTHON) -m venv $(VENV)

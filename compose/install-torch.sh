@@ -37,11 +37,13 @@ if "$python" -c 'import importlib.metadata as m; m.version("torch")' 2>/dev/null
 fi
 
 if [ -z "$index" ]; then
-    echo "installing torch $TORCH_VERSION as pip finds it" >&2
+    echo "installing torch $TORCH_VERSION as pip finds it (with CUDA gigabytes: many minutes)" >&2
     pip install "torch==$TORCH_VERSION"
     exit
 fi
 
+# pip is silent while it answers, also where it must fetch the whole wheel (some 200 MB) to know what it needs.
+echo "looking for a CPU build of torch $TORCH_VERSION at $index (seconds; a minute or two on a slow line)" >&2
 # First without its dependencies, for which that index is not meant; the second question has them in its answer.
 if ! url=$(url_free_of_cuda --no-deps --timeout 10 --retries 1 --index-url "$index") &&
     ! url=$(url_free_of_cuda); then
@@ -49,5 +51,5 @@ if ! url=$(url_free_of_cuda --no-deps --timeout 10 --retries 1 --index-url "$ind
         "index that has one, or to an empty value to take what pip finds" >&2
     exit 1
 fi
-echo "installing torch $TORCH_VERSION for the CPU from ${url%%#*}" >&2
+echo "installing torch $TORCH_VERSION for the CPU from ${url%%#*} (some 200 MB; a minute or two)" >&2
 pip install "torch @ $url" # the very file that was judged; its dependencies come from pip's own index

