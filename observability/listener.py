@@ -132,6 +132,12 @@ class InternalListener:
         if request.command != "HEAD":
             request.wfile.write(page.body)
 
+    def _index(self) -> Page:
+        """Links to all that is served."""
+        paths = sorted(["/metrics", *(prefix for prefix, _ in self._routes)])
+        links = "".join(f'<li><a href="{path}">{path}</a></li>' for path in paths)
+        return Page(f"<!doctype html><title>Headrace</title><ul>{links}</ul>\n".encode())
+
     def _routed(self, path: str, query: Mapping[str, str]) -> Page:
         for prefix, handler in self._routes:
             if path == prefix or path.startswith(prefix.rstrip("/") + "/"):
@@ -142,4 +148,6 @@ class InternalListener:
                 except Exception:
                     log.exception("no answer for %s", prefix)
                     return Page(b"internal error\n", "text/plain", 500)
-        return Page(b"nothing here\n", "text/plain", 404)
+        if path in ("", "/"):
+            return self._index()
+        return Page(b"nothing here; / lists what there is\n", "text/plain", 404)

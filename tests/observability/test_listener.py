@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import socket
 import struct
 from collections.abc import Iterator
@@ -34,6 +35,9 @@ def test_metrics_and_pages(listener: InternalListener) -> None:
     assert "seen_total 3.0" in get(listener, "/metrics").text
     assert get(listener, "/page/a/b?q=1").text.startswith("a/b|1x")
     assert get(listener, "/pages").status_code == 404
+    index = get(listener, "/")
+    assert index.headers["content-type"].startswith("text/html")
+    assert re.findall('href="([^"]+)"', index.text) == ["/broken", "/metrics", "/page"]
     head = get(listener, "/page", "HEAD")
     assert head.status_code == 200 and head.content == b"" and int(head.headers["content-length"]) > 100_000
 
