@@ -13,13 +13,12 @@ import urllib.request
 from collections.abc import Sequence
 from typing import Any
 
-from headrace.settings import SCHEDULER_ENV
+from headrace.settings import DEFAULT_SCHEDULER, SCHEDULER_ENV
 from headrace.text_table import table
 from observability.explanation import Interval
 from observability.explanation_text import lines
 from shared.config import Parser
 
-DEFAULT_SCHEDULER = "http://127.0.0.1:9401"
 TIMEOUT_S = 15.0
 
 

@@ -46,7 +46,9 @@ class Mesh:
 
 
 def with_ports(settings: UpSettings) -> UpSettings:
-    """``settings`` with every port checked and port 0 of the gateway made a real one.
+    """``settings`` with every port checked, and port 0 of the gateway and of the scheduler's metrics made a real one.
+
+    People need both: the scheduler's is where its dashboard is, and where ``headrace explain`` asks.
 
     Raises ConfigError naming a port that was asked for and is taken. A *default* metrics port that is taken gives way
     to a free one, so that a second mesh needs no more than another ``--port``.
@@ -63,14 +65,15 @@ def with_ports(settings: UpSettings) -> UpSettings:
         port = config.metrics_port
         if port == 0:
             check_free(config.metrics_host, 0, "--metrics-host")
-            continue
-        if port in taken or (name == "worker" and settings.workers > 1):
+        elif port in taken or (name == "worker" and settings.workers > 1):
             port = 0
         elif port == type(config).metrics_port:
             port = port if is_free(config.metrics_host, port) else 0
         else:
             check_free(config.metrics_host, port, "--metrics-port")
-        taken.add(port)
+        if name == "scheduler":
+            port = port or free_port(config.metrics_host)
+        taken |= {port} - {0}
         services[name] = dataclasses.replace(config, metrics_port=port)
     return dataclasses.replace(settings, services=services)
 

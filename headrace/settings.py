@@ -17,6 +17,7 @@ from headrace.models.default import CACHE_ENV
 from headrace.services import declarations, united_options
 from shared.config import CONFIG_FILE_ENV, MeshConfig, Parser, add_flags, check_keys, read_file, resolve
 
+DEFAULT_SCHEDULER = "http://127.0.0.1:9401"
 SCHEDULER_ENV = "HEADRACE_SCHEDULER"
 """Where ``headrace explain`` asks; no service reads it."""
 

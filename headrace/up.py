@@ -14,7 +14,7 @@ from headrace.launch import NATS_STAGE, Mesh, child_specs, with_api_key, with_po
 from headrace.models import ModelError, resolve_model
 from headrace.nats_server import NatsServer, NatsServerError
 from headrace.readiness import NotServing, base_url, curl_line, has_chat_template, wait_until_serving
-from headrace.settings import UpSettings, read_settings
+from headrace.settings import DEFAULT_SCHEDULER, UpSettings, read_settings
 from headrace.supervisor import CANNOT_START, ChildSpec, Supervisor
 from headrace.up_checks import check
 from shared.config import ConfigError
@@ -101,7 +101,15 @@ async def _bring_up(
     print(f"\n{model} is served at {url}\n", flush=True)
     line = curl_line(url, model, has_chat_template(Path(folder)), bool(gateway.api_key), gateway.tls_cert)
     print(f"  {line}\n", flush=True)
+    scheduler: Any = settings.services["scheduler"]
+    print("\n".join(look_inside(base_url(scheduler.metrics_host, scheduler.metrics_port))), flush=True)
     print("Ctrl-C stops everything.", flush=True)
+
+
+def look_inside(scheduler: str) -> list[str]:
+    """Where the dashboard is, and how to ask why; ``scheduler`` is the URL of its internal listener."""
+    where = "" if scheduler == DEFAULT_SCHEDULER else f" --scheduler {scheduler}"
+    return [f"Dashboard: {scheduler}/dashboard", f"Why a request took its time: headrace explain ID{where}"]
 
 
 async def _unless(work: Coroutine[Any, Any, None], *events: asyncio.Event) -> bool:

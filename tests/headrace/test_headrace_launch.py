@@ -122,13 +122,21 @@ def test_a_taken_port_is_named_with_its_flag() -> None:
 def test_one_metrics_port_for_all_goes_to_the_gateway() -> None:
     port = free_port("127.0.0.1")
     services: Any = ports(["--port", "0", "--metrics-port", str(port)]).services
-    assert [services[name].metrics_port for name in ("gateway", "scheduler", "worker")] == [port, 0, 0]
+    assert [services[name].metrics_port for name in ("gateway", "worker")] == [port, 0]
+    assert services["scheduler"].metrics_port not in (0, port)
 
 
 def test_a_taken_default_metrics_port_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headrace.launch.is_free", lambda host, port: False)
     services: Any = ports(["--port", "0"]).services
-    assert [services[name].metrics_port for name in ("gateway", "scheduler", "worker")] == [0, 0, 0]
+    assert [services[name].metrics_port for name in ("gateway", "worker")] == [0, 0]
+    assert services["scheduler"].metrics_port > 0  # up says where its dashboard is
+
+
+def test_a_free_metrics_port_of_the_scheduler_is_known_before_it_starts() -> None:
+    services: Any = ports(["--port", "0", "--metrics-port", "0"]).services
+    assert [services[name].metrics_port for name in ("gateway", "worker")] == [0, 0]
+    assert services["scheduler"].metrics_port > 0
 
 
 def test_an_address_that_is_not_ours_is_named() -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 from tiny_models import make_tiny_model
 
-from headrace.up import main
+from headrace.up import look_inside, main
 
 pytestmark = pytest.mark.mesh
 
@@ -83,6 +83,14 @@ def gone(pids: list[int]) -> None:
             time.sleep(0.02)
 
 
+def test_only_another_scheduler_than_the_usual_needs_an_address() -> None:
+    assert look_inside("http://127.0.0.1:9401")[1].endswith("headrace explain ID")
+    assert look_inside("http://127.0.0.1:9501") == [
+        "Dashboard: http://127.0.0.1:9501/dashboard",
+        "Why a request took its time: headrace explain ID --scheduler http://127.0.0.1:9501",
+    ]
+
+
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
 def test_serves_answers_the_printed_curl_line_and_stops_on_ctrl_c(up: Up, tmp_path: Path) -> None:
     url = up.wait_for(r"tiny is served at (http://127\.0\.0\.1:\d+)\n")
@@ -94,6 +102,22 @@ def test_serves_answers_the_printed_curl_line_and_stops_on_ctrl_c(up: Up, tmp_pa
     events = [line.removeprefix("data: ") for line in answer.splitlines() if line]
     assert events[-1] == "[DONE]"
     assert json.loads(events[-2])["choices"][0]["finish_reason"] == "length"
+
+    dashboard = up.wait_for(r"\nDashboard: (\S+)\n")
+    with urllib.request.urlopen(dashboard, timeout=DEADLINE_S) as page:
+        assert page.status == 200
+    words = up.wait_for(r"\nWhy a request took its time: headrace (explain ID --scheduler \S+)\n").split()
+    asked = [
+        sys.executable,
+        "-m",
+        "headrace",
+        *(json.loads(events[-2])["id"] if word == "ID" else word for word in words),
+    ]
+    deadline = time.monotonic() + DEADLINE_S
+    while (told := subprocess.run(asked, capture_output=True, text=True, timeout=DEADLINE_S)).returncode == 1:
+        assert time.monotonic() < deadline, told.stderr  # the gateway tells of its answer only after it
+    assert "where the time went:" in told.stdout, told.stderr
+    assert "of mesh default at http" in told.stderr
 
     children = up.children()
     assert len(children) == 5  # NATS, scheduler, gateway, two workers
