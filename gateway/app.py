@@ -96,7 +96,9 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 
 async def _internal_error(request: Request, error: Exception) -> Response:
-    return error_response(ApiError(500, "internal error", "server_error"))
+    response = error_response(ApiError(500, "internal error", "server_error"))
+    response.headers["connection"] = "close"  # as the server does behind a fault: clients must not send on
+    return response
 
 
 _CODES = {404: "not_found", 405: "method_not_allowed"}

@@ -66,7 +66,8 @@ async def send_whole(send: Send, status: int, body: bytes, headers: Headers, med
 
 
 async def send_error(send: Send, error: ApiError, headers: Headers = ()) -> None:
-    closing = [(b"connection", b"close")] if error.status == 413 else []  # the rest of the body is not wanted
+    # 413: the rest of the body is not wanted. 500: the server closes behind a fault, and clients must not send on.
+    closing = [(b"connection", b"close")] if error.status in (413, 500) else []
     await send_whole(send, error.status, error.body(), [*error.headers(), *closing, *headers])
 
 
