@@ -61,9 +61,7 @@ class WorkerSpans:
         }  # fmt: skip
         failed = EndReason.FAILED if reason == EndReason.FAILED else ""
         prefilled_ns = slot.first_token_ns or ended_ns
-        if (
-            slot.first_row_ns and slot.first_row_ns <= prefilled_ns
-        ):  # else it is a fork
+        if slot.first_row_ns and slot.first_row_ns <= prefilled_ns:  # else it is a fork
             chunks = [
                 (names.CHUNK, at, {names.STEP_NUMBER: step, names.TOKENS: count}) for at, step, count in slot.chunks
             ]

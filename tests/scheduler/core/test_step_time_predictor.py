@@ -34,9 +34,7 @@ def serve_prompt(predictor: StepTimePredictor, length: int, target_us: float, bu
     """Run one prompt in chunks as long as the target allows; what each step took."""
     took, done = [], 0
     while done < length:
-        tokens = predictor.prefill_within(
-            target_us, 16, min(budget, length - done), 32, partial(attention_pairs, done)
-        )
+        tokens = predictor.prefill_within(target_us, 16, min(budget, length - done), 32, partial(attention_pairs, done))
         assert tokens > 0
         work = chunk(done, tokens)
         took.append(cost_us(work))
