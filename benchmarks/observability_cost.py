@@ -1,6 +1,6 @@
 """What traces and metrics cost: CPU-seconds of all processes for 1,000 tokens, with them and without.
 
-    python benchmarks/observability_cost.py [--pairs 20] [--streams 32] [--tokens 300] [--sampling 0.1] [--what both]
+    python benchmarks/observability_cost.py [--restarts 10] [--pairs 5] [--sampling 0.1] [--what both]
 
 Two whole meshes run side by side, each with its own NATS server, scheduler, simulated worker and gateway. One exports
 traces at the default sampling to an OTLP/HTTP receiver and is scraped every five seconds; in the other no trace is
@@ -11,9 +11,10 @@ A round opens ``--streams`` chat streams and reads them to their ends. ``--order
 order alternating from pair to pair: right for a machine that does nothing else. ``--order together`` loads both at the
 same time, so that whatever else the machine does takes from both alike.
 
-CPU is the four processes' own time (user and system, all threads, in ns), export included, from before the first
-request of a round until the mesh has been idle for a second afterwards, so that batched exports count. The cost is the
-geometric mean of the pairs' ratios with its 95 % confidence interval (Student's t over the logarithms).
+Two meshes without either differ all the same, by as much as two per cent for as long as they live: processes settle
+into different rhythms. So they are started anew ``--restarts`` times. CPU is the four processes' own time (user and
+system, all threads, in ns), exports and scrapes included. Each start gives one ratio, over all of its rounds; the cost
+is their geometric mean with its 95 % confidence interval (Student's t over the logarithms).
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ from headrace.nats_server import NatsServer
 
 SERVICES = ("scheduler", "worker", "gateway")
 SCRAPE_EVERY_S = 5.0
-SETTLE_S = 1.2  # longer than spans are gathered for
+SETTLE_S = 0.3
+WARM_S = 6.0  # the first scrape and the first export load code and open connections, once in a process's life
 START_S = 60.0
 MODEL = "bench"
 T_975 = {4: 2.776, 5: 2.571, 7: 2.365, 9: 2.262, 11: 2.201, 14: 2.145, 19: 2.093, 24: 2.064, 29: 2.045, 39: 2.023}
@@ -220,6 +222,10 @@ def measured(loaded: list[Mesh], streams: int, tokens: int) -> dict[bool, Round]
     }
 
 
+def mean(rounds: list[Round]) -> Round:
+    return Round({name: statistics.fmean(one.cpu_s[name] for one in rounds) for name in rounds[0].cpu_s})
+
+
 def interval(ratios: list[float]) -> tuple[float, float, float]:
     """Geometric mean of ratios, and its 95 % confidence interval."""
     logs = [math.log(ratio) for ratio in ratios]
@@ -230,27 +236,27 @@ def interval(ratios: list[float]) -> tuple[float, float, float]:
 
 
 @contextlib.contextmanager
-def meshes(sampling: float, what: str) -> Iterator[tuple[Mesh, Mesh, Receiver]]:
+def meshes(sampling: float, what: str, observed_first: bool) -> Iterator[tuple[Mesh, Mesh, Receiver]]:
     receiver = Receiver()
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as closing:
         write_tokenizer(Path(folder))
-        both = []
-        for observed in (True, False):
-            mesh = Mesh(Path(folder), observed, receiver.url, sampling, what)
-            closing.callback(mesh.close)
-            both.append(mesh)
-        for mesh in both:
+        both = {}
+        for observed in (observed_first, not observed_first):
+            both[observed] = Mesh(Path(folder), observed, receiver.url, sampling, what)
+            closing.callback(both[observed].close)
+        for mesh in both.values():
             mesh.wait_ready()
         if what in ("both", "metrics"):
-            both[0].scrape_forever()
-        yield both[0], both[1], receiver
+            both[True].scrape_forever()
+        yield both[True], both[False], receiver
 
 
 def main() -> int:
     if sys.argv[1:2] == ["--serve"]:
         return serve(sys.argv[2], sys.argv[3] == "with", sys.argv[4:])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=20, help="pairs of rounds, at least 5 (default: 20)")
+    parser.add_argument("--restarts", type=int, default=10, help="starts of both meshes, at least 5 (default: 10)")
+    parser.add_argument("--pairs", type=int, default=5, help="pairs of rounds of a start (default: 5)")
     parser.add_argument("--streams", type=int, default=32, help="streams of a round (default: 32)")
     parser.add_argument("--tokens", type=int, default=300, help="tokens of a stream (default: 300)")
     parser.add_argument("--sampling", type=float, default=0.1, help="share of requests traced (default: 0.1)")
@@ -258,19 +264,23 @@ def main() -> int:
     parser.add_argument("--what", choices=("both", "traces", "metrics", "nothing"), default="both")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    if args.pairs < 5:
-        parser.error("--pairs must be at least 5")
-    pairs: list[tuple[Round, Round]] = []
-    with meshes(args.sampling, args.what) as (on, off, receiver):
-        measured([on, off], args.streams, args.tokens)  # warm
-        for number in range(args.pairs):
-            order = [on, off] if number % 2 else [off, on]
-            if args.order == "together":
-                found = measured(order, args.streams, args.tokens)
-            else:
-                found = measured(order[:1], args.streams, args.tokens) | measured(order[1:], args.streams, args.tokens)
-            pairs.append((found[True], found[False]))
-        exports = receiver.exports
+    if args.restarts < 5:
+        parser.error("--restarts must be at least 5")
+    pairs: list[tuple[Round, Round]] = []  # one for each start
+    exports = 0
+    for start in range(args.restarts):
+        with meshes(args.sampling, args.what, observed_first=start % 2 == 0) as (on, off, receiver):
+            warm_until_s = time.monotonic() + WARM_S
+            while time.monotonic() < warm_until_s:
+                measured([on, off], args.streams, args.tokens)
+            rounds: dict[bool, list[Round]] = {True: [], False: []}
+            for number in range(args.pairs):
+                order = [on, off] if number % 2 else [off, on]
+                for loaded in [order] if args.order == "together" else [order[:1], order[1:]]:
+                    for observed, found in measured(loaded, args.streams, args.tokens).items():
+                        rounds[observed].append(found)
+            pairs.append((mean(rounds[True]), mean(rounds[False])))
+            exports += receiver.exports
     ratio, low, high = interval([observed.total_s / bare.total_s for observed, bare in pairs])
     by_process = {
         name: (statistics.median(a.cpu_s[name] for a, _ in pairs), statistics.median(b.cpu_s[name] for _, b in pairs))
@@ -278,14 +288,13 @@ def main() -> int:
     }
     if args.json:
         print(json.dumps({
-            "pairs": args.pairs, "streams": args.streams, "tokens": args.tokens, "sampling": args.sampling,
-            "exports": exports, "cost": ratio - 1, "low": low - 1, "high": high - 1,
+            "restarts": args.restarts, "pairs": args.pairs, "what": args.what, "streams": args.streams,
+            "tokens": args.tokens, "sampling": args.sampling, "exports": exports,
+            "cost": ratio - 1, "low": low - 1, "high": high - 1,
             "cpu_s_per_1000_tokens": {name: {"on": on_s, "off": off_s} for name, (on_s, off_s) in by_process.items()},
         }))  # fmt: skip
         return 0
-    print(
-        f"{args.pairs} pairs of {args.streams} streams of {args.tokens} tokens, {args.what}, sampling {args.sampling:g}"
-    )
+    print(f"{args.restarts} starts, {args.pairs} pairs of {args.streams} streams of {args.tokens} tokens: {args.what}")
     print(f"{'CPU-ms for 1,000 tokens':<26}{'on':>9}{'off':>9}")
     for name, (on_s, off_s) in by_process.items():
         print(f"  {name:<24}{on_s * 1e3:>9.2f}{off_s * 1e3:>9.2f}")

@@ -135,7 +135,8 @@ class Tracing:
             }
         )
         self._exporter = _Exporter(endpoint)
-        processor = BatchSpanProcessor(self._exporter, schedule_delay_millis=1000)
+        # Every 5 s unless OTEL_BSP_SCHEDULE_DELAY says otherwise: an export costs a millisecond however small it is.
+        processor = BatchSpanProcessor(self._exporter)
         tracers = []
         # The second one is for spans that the caller has chosen himself.
         for sampler in (ParentBased(TraceIdRatioBased(sampling)), ALWAYS_ON):

@@ -64,7 +64,8 @@ def new_trace() -> tuple[str, dict[str, str]]:
 @pytest.fixture(scope="module")
 def traced(tiny: Path) -> Iterator[Traced]:
     """A pool of 8 blocks, which two requests of 100 tokens outgrow."""
-    with otlp_receiver() as receiver:
+    with otlp_receiver() as receiver, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
         every = ("--otlp-endpoint", receiver.url, "--trace-sampling", "0.5")
         worker = ("--simulate", "--simulate-vocab-size", str(VOCAB_SIZE), "--simulate-blocks", "8")
         with running_mesh(
@@ -207,7 +208,10 @@ def test_a_killed_worker_leaves_no_open_trace(traced: Traced) -> None:
     assert f'"trace_id": "{trace_id}"' in logged
 
 
-def test_without_a_collector_everything_else_works_and_is_said_once(tiny: Path) -> None:
+def test_without_a_collector_everything_else_works_and_is_said_once(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
     every = ("--otlp-endpoint", "http://127.0.0.1:9", "--trace-sampling", "1")
     worker = ("--simulate", "--simulate-vocab-size", str(VOCAB_SIZE), *every)
     with running_mesh(tiny, scheduler=every, worker=worker, gateway=every) as mesh:
