@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,6 +37,8 @@ async def serve(config: SchedulerConfig, stop: asyncio.Event) -> None:
     async with joined("scheduler", name, config, registry, config.metrics_host, config.metrics_port) as member:
         service = SchedulerService(config, name, member.step_bus, member.bus, metrics, member.tracing, trace)
         add_pages(member.listener, service)
+        gc.collect()
+        gc.freeze()  # what was loaded stays: a full collection need not walk it
         await service.run(stop)
         if trace is not None:
             await asyncio.to_thread(trace.close)

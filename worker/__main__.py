@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import sys
@@ -97,6 +98,8 @@ async def serve(config: WorkerConfig, stop: asyncio.Event) -> None:
             waiting: list[asyncio.Future[Any]] = [loading, stopped]
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             if loading.done():
+                gc.collect()
+                gc.freeze()  # what was loaded stays: a full collection need not walk it
                 service.attach(loading.result())
                 log.info("worker %s serves %s", name, loading.result().capacity.model)
             await serving
