@@ -242,8 +242,7 @@ class _Pass:
             self._reserve()
         self.free_slots -= max(1, sequence.submit.sampling.beam_width)
         if self._committed is not None:
-            worst = pages_for(sequence.worst_case_tokens, self._worker.capacity.block_size)
-            self._committed += worst * (1 + sequence.to_fork)
+            self._committed += self._worker.worst_case_blocks(sequence)
         if self._long_blocks is not None and self._is_long(sequence):
             self._long_blocks += len(sequence.pages)
 
@@ -256,7 +255,7 @@ class _Pass:
             return False
         if not self._limits.growth_aware_admission:
             return True
-        worst = pages_for(sequence.worst_case_tokens, worker.capacity.block_size) * (1 + sequence.to_fork)
+        worst = worker.worst_case_blocks(sequence)
         if self._committed is None:
             self._committed = worker.committed_blocks()
         pinned = worker.num_pinned if sequence is not worker.pinned_for else 0

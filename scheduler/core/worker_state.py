@@ -201,8 +201,11 @@ class WorkerState:
 
     def committed_blocks(self) -> int:
         """Blocks in use if every running sequence reached its max_tokens, sharing nothing."""
-        size = self.capacity.block_size
-        return sum(pages_for(one.worst_case_tokens, size) * (1 + one.to_fork) for one in self.running)
+        return sum(map(self.worst_case_blocks, self.running))
+
+    def worst_case_blocks(self, sequence: Sequence) -> int:
+        """Blocks that it and what will fork from it have at their max_tokens, sharing nothing."""
+        return pages_for(sequence.worst_case_tokens, self.capacity.block_size) * (1 + sequence.to_fork)
 
     def register(self, sequence: Sequence, computed: int) -> None:
         """Index the pages that ``computed`` leading tokens fill. Their tokens must be known."""

@@ -181,16 +181,6 @@ def drive(setup: dict[str, object], ops: list[object]) -> LossyBox:
     return box
 
 
-MUST_HAPPEN = (
-    "cancelled", "failed", "deadline_drops", "preemptions", "recomputed_tokens", "swapped_out", "swapped_in",
-    "prefix_hits", "resumed_hits", "forks", "page_copies", "bypasses", "padding_tokens", "found",
-    "lost plans", "repeated plans", "resent plans", "needs", "lost results", "kept results", "resumed with tokens",
-    "results ahead of a missing one", "results repeated or of a lost batch", "results of another epoch",
-    "results of another incarnation", "results of a lost worker", "plans for another incarnation",
-)  # fmt: skip
-"""What the examples must reach, each in some: else the weights above have come to miss a feature."""
-
-
 def hold(setup: dict[str, object], ops: list[object]) -> set[str]:
     """Drive, check everything, and return what happened."""
     box = drive(setup, ops)
