@@ -115,6 +115,7 @@ class Dispatch:
             )
 
     def open(self, submit: Submit, part: Part) -> RequestRecord[Part]:
+        self._end_what_losses_reached()  # and not what begins after them
         return self.ledger.open(submit, part)
 
     async def offer(self, record: RequestRecord[Part]) -> None:
@@ -249,6 +250,13 @@ class Dispatch:
         for record in self.ledger:
             record.owner.flight.fail_interrupted(reason)
 
+    def _end_what_losses_reached(self) -> None:
+        """A reconnect may have lost messages of whatever was open then."""
+        losses = self._losses()
+        if losses != self._losses_seen:
+            self._losses_seen = losses
+            self.fail_all("the connection to the mesh was interrupted")
+
     def tick(self, now_s: float) -> None:
         """Nothing waits for ever: flights end once the scheduler is silent for too long, or messages may be lost.
 
@@ -256,10 +264,7 @@ class Dispatch:
         it read nothing: the silence is judged an interval later, when the beats that waited in the socket are read. One
         that is late each time judges every second time.
         """
-        losses = self._losses()
-        if losses != self._losses_seen:
-            self._losses_seen = losses
-            self.fail_all("the connection to the mesh was interrupted")
+        self._end_what_losses_reached()
         late_tick = now_s - self._ticked_s > BEAT_INTERVAL_S + LATE_S
         self._ticked_s = now_s
         if late_tick and not self._excused:

@@ -175,14 +175,8 @@ def test_b25_nats_is_restarted(fragile: Mesh) -> None:
 
     def ask(index: int) -> None:
         body = {"prompt": f"new {index}", "seed": index, "max_tokens": 20, "ignore_eos": True}
-        replies = []
-
-        def served() -> bool:
-            replies.append(fragile.post(**body))
-            return replies[-1].status_code == 200
-
-        eventually(served, "a new request is served")
-        assert replies[-1].json()["choices"][0]["text"] == expected(f"new {index}", index, 20)
+        eventually(lambda: fragile.post(**body).status_code == 200, "a new request is served")
+        assert fragile.text(**body) == expected(f"new {index}", index, 20)
 
     at_once([lambda index=index: ask(index) for index in range(5)])
     fragile.quiescence()

@@ -31,13 +31,19 @@ class Listening:
     def __init__(self) -> None:
         metrics = GatewayMetrics("m")
         config = GatewayConfig(model="m", stall_timeout_s=STALL_S)
-        self.dispatch = Dispatch(config, InProcessBus(), "g", metrics, lambda: 0)
-        self.flight = Flight(100.0, metrics)
-        choice = self.flight.add_choice(NoText(NothingToDetokenise(), (), False, 0))
-        submit = Submit("r", 1, "g", "m", pack_tokens([1]), Sampling(1, 8), 0)
-        self.dispatch.open(submit, Part(self.flight, [choice]))
+        self.metrics = metrics
+        self.losses = 0
+        self.dispatch = Dispatch(config, InProcessBus(), "g", metrics, lambda: self.losses)
+        self.flight = self.open("r")
         self.hear(100.0)
         self.dispatch.tick(100.0)
+
+    def open(self, request_id: str) -> Flight:
+        flight = Flight(100.0, self.metrics)
+        choice = flight.add_choice(NoText(NothingToDetokenise(), (), False, 0))
+        submit = Submit(request_id, 1, "g", "m", pack_tokens([1]), Sampling(1, 8), 0)
+        self.dispatch.open(submit, Part(flight, [choice]))
+        return flight
 
     def hear(self, now_s: float) -> None:
         self.dispatch.mesh.observe(SchedulerBeat("s", 1, [ModelInfo("m", 10, 10, 1)]), now_s)
@@ -73,3 +79,13 @@ def test_a_scheduler_that_is_silent_after_that_too_is_not_waited_for(listening: 
 
 def test_a_gateway_that_is_always_late_still_judges(listening: Listening) -> None:
     assert not listening.tick(*range(102, 114, 2))
+
+
+def test_a_reconnect_ends_what_was_open_and_not_what_begins_after_it(listening: Listening) -> None:
+    listening.losses += 1
+    later = listening.open("later")
+    assert "interrupted" in str(listening.flight.error)
+    assert listening.tick(101) is False and later.error is None
+    listening.losses += 1
+    listening.tick(102)
+    assert "interrupted" in str(later.error)
