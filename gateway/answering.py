@@ -219,10 +219,10 @@ class AnswerApp:
                     gateway.metrics.request_prompt_tokens.observe(flight.prompt_tokens)
                     tokenizer = gateway.tokenizer
                     context = WriterContext(
-                        flight, visit.arrival_ns // 1_000_000_000, model.name, tokenizer.vocabulary, tokenizer.tools
-                    )
+                        flight, visit.answer_id, visit.arrival_ns // 1_000_000_000, model.name, tokenizer.vocabulary,
+                        tokenizer.tools,
+                    )  # fmt: skip
                     writer = self._endpoint.writer(request, context)
-                    visit.answer_id = writer.answer_id
                     if request.delivery.stream:
                         await self._stream(send, writer, visit)
                     else:
@@ -259,6 +259,7 @@ class AnswerApp:
         tokens = flight.prompt_tokens + len(prompts) * sampling.max_tokens * (decoding.beam_width or decoding.samples)
         gateway.check_room(_num_sequences(request), tokens, visit.request_id)
         visit.charge(tokens)
+        visit.answer_id = self._endpoint.answer_id()
         submits = [
             Submit(
                 request_id=new_request_id(),
@@ -279,6 +280,8 @@ class AnswerApp:
                 tenant_weight=visit.access.weight,
                 deadline_ns=visit.deadline_ns,
                 traceparent=visit.span.traceparent,
+                client_id=visit.request_id,
+                answer_id=visit.answer_id,
             )
             for index, prompt in enumerate(prompts)
         ]

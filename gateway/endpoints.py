@@ -34,6 +34,7 @@ class WriterContext:
     """What a writer needs beyond the request."""
 
     flight: Flight
+    answer_id: str
     created_s: int
     model: str
     vocabulary: Vocabulary
@@ -59,6 +60,7 @@ class Endpoint(Protocol):
     any_media_type: bool  # bodies are taken for JSON whatever their header says
 
     def parse(self, body: dict[str, Any], config: GatewayConfig) -> Request: ...
+    def answer_id(self) -> str: ...  # a new one; empty if its answers tell none
     def default_max_tokens(self, config: GatewayConfig) -> int: ...
     async def tokenize(self, request: Any, tokenizer: PromptTokenizer, model: ModelInfo) -> list[Sequence[int]]: ...
     def writer(self, request: Any, context: WriterContext) -> Writer: ...
@@ -72,6 +74,9 @@ class Completions:
     def parse(self, body: dict[str, Any], config: GatewayConfig) -> CompletionRequest:
         return parse_completion(body, config)
 
+    def answer_id(self) -> str:
+        return _answer_id("cmpl")
+
     def default_max_tokens(self, config: GatewayConfig) -> int:
         return DEFAULT_MAX_TOKENS
 
@@ -82,7 +87,7 @@ class Completions:
 
     def writer(self, request: CompletionRequest, context: WriterContext) -> Writer:
         return CompletionWriter(
-            context.flight, _answer_id("cmpl"), context.created_s, context.model, request.delivery,
+            context.flight, context.answer_id, context.created_s, context.model, request.delivery,
             TokenReport(request.report, context.vocabulary),
         )  # fmt: skip
 
@@ -93,6 +98,9 @@ class Generate(Completions):
 
     def parse(self, body: dict[str, Any], config: GatewayConfig) -> CompletionRequest:
         return parse_generate(body, config)
+
+    def answer_id(self) -> str:
+        return ""
 
     def writer(self, request: CompletionRequest, context: WriterContext) -> Writer:
         prompt = request.prompts[0]
@@ -108,6 +116,9 @@ class Chat:
     def parse(self, body: dict[str, Any], config: GatewayConfig) -> ChatRequest:
         return parse_chat(body, config)
 
+    def answer_id(self) -> str:
+        return _answer_id("chatcmpl")
+
     def default_max_tokens(self, config: GatewayConfig) -> int:
         return config.chat_default_max_tokens
 
@@ -116,7 +127,7 @@ class Chat:
 
     def writer(self, request: ChatRequest, context: WriterContext) -> Writer:
         arguments = (
-            context.flight, _answer_id("chatcmpl"), context.created_s, context.model, request.delivery,
+            context.flight, context.answer_id, context.created_s, context.model, request.delivery,
             TokenReport(request.report, context.vocabulary),
         )  # fmt: skip
         use = request.chat.tools

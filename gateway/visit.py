@@ -67,7 +67,7 @@ def record_answer(tracing: Tracing, visit: Visit, now_ns: int) -> None:
             names.INPUT_TOKENS: flight.prompt_tokens,
             names.OUTPUT_TOKENS: flight.completion_tokens,
             names.CACHED_INPUT_TOKENS: flight.cached_tokens,
-            names.RESPONSE_ID: visit.answer_id,
+            names.RESPONSE_ID: visit.answer_id if visit.accepted_ns else "",  # else its client has not seen it
             names.RESPONSE_FINISH_REASONS: [choice.text.finish_reason or "" for choice in flight.choices[:16]],
         })  # fmt: skip
     visit.span.end(now_ns, error)

@@ -67,7 +67,7 @@ def pieces(report: Report) -> list[Interval]:
         found += _before(answer)
     if request is not None:
         choice = last_choice(request)
-        end_ns = choice.ended_ns or max((one.result_ns for one in report.steps), default=request.submitted_ns)
+        end_ns = choice.ended_ns or report.now_ns
         offset = report.unix_offset_ns
         found += [
             replace(one, begin_ns=one.begin_ns + offset, end_ns=one.end_ns + offset)

@@ -54,12 +54,11 @@ def _gap_json(gap: Gap, begin_ns: int) -> dict[str, Any]:
 
 def summary(request: RequestTrace) -> dict[str, Any]:
     """One request in a list of them."""
-    answer = request.answer
     firsts = [choice.first_token_ns for choice in request.choices.values() if choice.first_token_ns]
     return {
         "request_id": request.request_id,
-        "answer_id": answer.answer_id if answer is not None else "",
-        "client_id": answer.client_id if answer is not None else "",
+        "answer_id": request.answer_id,
+        "client_id": request.client_id,
         "tenant": request.tenant,
         "priority": request.priority,
         "prompt_tokens": request.prompt_len,
@@ -67,6 +66,7 @@ def summary(request: RequestTrace) -> dict[str, Any]:
         "choices": len(request.choices),
         "preemptions": sum(max(0, len(choice.stays) - 1) for choice in request.choices.values()),
         "live": request.live,
+        "answered": request.answer is not None,  # its gateway has told its part
         "end": "; ".join(sorted({choice.end for choice in request.choices.values() if choice.end})),
         "first_token_ms": round((min(firsts) - request.submitted_ns) / 1e6, 3) if firsts else None,
         "took_ms": round(request.took_ns / 1e6, 3) if not request.live else None,
@@ -82,7 +82,7 @@ def as_page(report: Report, pieces: Sequence[Interval], intervals: Sequence[Inte
     begin = intervals[0].begin_ns if intervals else 0
     body = (
         _nav('<a href="?format=json">JSON</a>')
-        + f"<header><h1><code>{_text(request.request_id)}</code> {_took(intervals)}</h1>"
+        + f"<header><h1><code>{_text(request.request_id)}</code> {_took(intervals, request.live)}</h1>"
         f"<p class=soft>{_ending(about)}{_family(about, report)}</p></header>"
         + _facts(about, pieces)
         + _strip(intervals, total)
@@ -91,7 +91,7 @@ def as_page(report: Report, pieces: Sequence[Interval], intervals: Sequence[Inte
         + _waterfall(intervals, total)
         + (f"<p class=soft>{report.left_out:,} uneventful steps are not shown.</p>" if report.left_out else "")
     )
-    return page(f"{request.request_id} {_took(intervals)}", body)
+    return page(f"{request.request_id} {_took(intervals, request.live)}", body)
 
 
 def list_page(requests: Sequence[RequestTrace]) -> bytes:
@@ -130,8 +130,9 @@ def _nav(more: str = "") -> str:
     )
 
 
-def _took(intervals: Sequence[Interval]) -> str:
-    return f"took {duration(sum(one.ms for one in intervals))}"
+def _took(intervals: Sequence[Interval], live: bool) -> str:
+    ms = duration(sum(one.ms for one in intervals))
+    return f"has taken {ms} so far" if live else f"took {ms}"
 
 
 def _ending(about: dict[str, Any]) -> str:
@@ -140,10 +141,9 @@ def _ending(about: dict[str, Any]) -> str:
 
 def _family(about: dict[str, Any], report: Report) -> str:
     said = ""
-    if about["client_id"]:
-        said += f" · known to its client as <code>{_text(about['client_id'])}</code>"
-    if about["answer_id"]:
-        said += f" and <code>{_text(about['answer_id'])}</code>"
+    if report.request is not None and report.request.names:
+        names = " and ".join(f"<code>{_text(name)}</code>" for name in report.request.names)
+        said += f" · known to its client as {names}"
     if about["choices"] > 1:
         said += f" · the last of its {about['choices']} choices to end is shown"
     if report.siblings:

@@ -23,8 +23,8 @@ JSON = "application/json"
 MOST_LISTED = 200
 
 FORGOTTEN = (
-    "while it runs, only its own id is known here (/dashboard lists it), not its client's; it may be older than what "
-    "is remembered (--recorded-requests), or was refused by its gateway, whose answer says why"
+    "it may be older than what is remembered (--recorded-requests), it may not have reached the scheduler yet, or it "
+    "was refused by its gateway, whose answer says why"
 )
 
 
@@ -32,7 +32,7 @@ def add_pages(listener: InternalListener, service: SchedulerService) -> None:
     """``/debug/scheduler``: whose listener this is. ``/dashboard`` with the ``/debug/state`` that it polls.
     ``/debug/requests`` (``?slowest=N``) and ``/debug/requests/{id}``; with ``format=json`` for programs.
 
-    The id is the request's, the answer's (``chatcmpl-...``) or the client's X-Request-Id.
+    The id is the request's, the answer's (``chatcmpl-...``) or the client's X-Request-Id, while it runs and later.
     """
     loop = asyncio.get_running_loop()
 

@@ -42,7 +42,8 @@ class FlightRecorder:
         self._most = requests
         self._requests: dict[str, RequestTrace] = {}
         self._refused: dict[str, RequestTrace] = {}
-        self._names: dict[str, list[str]] = {}  # ids that clients know -> the requests of that call, one per prompt
+        # Ids that clients know -> the requests of that call, one for each prompt, in order.
+        self._names: dict[str, dict[str, None]] = {}
         self._ended: deque[str] = deque()  # in the order in which they ended
         self.steps: deque[StepTrace] = deque(maxlen=steps)
         self.settled_steps: deque[StepTrace] = deque(maxlen=steps)  # those with a result, in the order of results
@@ -57,11 +58,9 @@ class FlightRecorder:
 
     def submitted(self, submit: Submit, sequences: Iterable[CoreSequence], position: int, now: int) -> None:
         """A request was accepted; ``sequences`` are its choices."""
-        self._requests[submit.request_id] = RequestTrace(
-            submit.request_id, submit.gateway, submit.tenant, submit.priority, len(submit.prompt) // 4,
-            submit.sampling.max_tokens, now, position,
-            {one.choice: ChoiceTrace(one.choice, one.causes) for one in sequences}, submit.traceparent,
-        )  # fmt: skip
+        choices = {one.choice: ChoiceTrace(one.choice, one.causes) for one in sequences}
+        self._requests[submit.request_id] = record = _trace(submit, now, position, choices)
+        self._name(record)
         self._trim()
 
     def planned(self, plan: StepPlan, events: Sequence[CoreEvent], queue: Queue, now: int) -> None:
@@ -119,13 +118,11 @@ class FlightRecorder:
 
     def refused(self, submit: Submit, reason: str, now: int) -> None:
         """A request was not accepted."""
-        self._refused[submit.request_id] = RequestTrace(
-            submit.request_id, submit.gateway, submit.tenant, submit.priority, len(submit.prompt) // 4,
-            submit.sampling.max_tokens, now, 0, {0: ChoiceTrace(0, [], end=f"refused: {reason}", ended_ns=now)},
-            submit.traceparent,
-        )  # fmt: skip
+        choices = {0: ChoiceTrace(0, [], end=f"refused: {reason}", ended_ns=now)}
+        self._refused[submit.request_id] = record = _trace(submit, now, 0, choices)
+        self._name(record)
         if len(self._refused) > MOST_REFUSED:
-            del self._refused[next(iter(self._refused))]
+            self._unname(self._refused.pop(next(iter(self._refused))))
 
     def told(self, events: Iterable[CoreEvent]) -> None:
         """Ends of sequences, whichever way."""
@@ -147,21 +144,13 @@ class FlightRecorder:
 
     def answered(self, answer: AnswerTrace) -> None:
         """A gateway tells how its answer went: once for each prompt that the call carried."""
-        record = self._requests.get(answer.request_id) or self._refused.get(answer.request_id)
+        record = self._remembered(answer.request_id)
         if record is None:
             return
         record.answer = answer
-        # The answer's id is its own, but clients may use their ids again: then the last call is meant.
-        calls = self._names.pop(answer.client_id, [])
-        last = self._remembered(calls[-1]) if calls else None
-        if last is None or last.answer is None or last.answer.received_ns != answer.received_ns:
-            calls = []
-        calls.append(answer.request_id)
-        for name in (answer.answer_id, answer.client_id):
-            if name:
-                self._names[name] = calls
-        while len(self._names) > 2 * self._most:
-            del self._names[next(iter(self._names))]
+        if not record.names:  # its gateway is of a version that does not tell them with the submission
+            record.answer_id, record.client_id = answer.answer_id, answer.client_id
+            self._name(record)
 
     def worker_lost(self, worker: str) -> None:
         """Its plans get no results any more."""
@@ -188,7 +177,7 @@ class FlightRecorder:
         if left_out:
             telling = sorted(steps, key=lambda one: (not (one.chunks or one.preempted), -one.forward_us))
             steps = sorted(telling[:MOST_STEPS_TOLD], key=lambda one: one.planned_ns)
-        return Report(scheduler, epoch, unix_offset_ns, request, steps, left_out, siblings)
+        return Report(scheduler, epoch, unix_offset_ns, request, steps, left_out, siblings, now)
 
     def slowest(self, count: int) -> list[RequestTrace]:
         """Ended requests, those first that took longest, as their clients or else the scheduler saw it."""
@@ -208,17 +197,35 @@ class FlightRecorder:
 
     def _find(self, name: str) -> tuple[RequestTrace | None, list[str]]:
         """The request of that id (of a call with several prompts: the one that its client awaited), and the others."""
-        calls = self._names.get(name, [name])
+        calls = [name] if self._remembered(name) is not None else list(self._names.get(name, ()))
         found = [record for record in map(self._remembered, calls) if record is not None]
         if not found:
             return None, []
         last = max(found, key=lambda one: (one.live, one.ended_ns))
-        if last.answer is not None:
-            calls = self._names.get(last.answer.answer_id) or self._names.get(last.answer.client_id) or calls
+        if last.names:
+            calls = list(self._names.get(last.names[0], calls))
         return last, [other for other in calls if other != last.request_id]
 
     def _remembered(self, request_id: str) -> RequestTrace | None:
         return self._requests.get(request_id) or self._refused.get(request_id)
+
+    def _name(self, record: RequestTrace) -> None:
+        """Find it by the ids that its client knows. Clients may use their ids again: then the last call is meant."""
+        for name in record.names:
+            calls = self._names.get(name)
+            last = self._remembered(next(reversed(calls))) if calls else None
+            if calls is None or last is None or last.arrival_ns != record.arrival_ns:
+                calls = self._names[name] = {}
+            calls[record.request_id] = None
+
+    def _unname(self, record: RequestTrace) -> None:
+        """It is forgotten."""
+        for name in record.names:
+            calls = self._names.get(name)
+            if calls is not None and self._remembered(record.request_id) is None:
+                calls.pop(record.request_id, None)
+                if not calls:
+                    del self._names[name]
 
     def _chunk(self, worker: str, slot: int, tokens: int, firsts: list[tuple[str, int]]) -> int:
         """Prompt tokens of a slot are planned: how many of them had been computed before."""
@@ -263,6 +270,15 @@ class FlightRecorder:
             record = self._requests.get(self._ended.popleft())
             if record is not None and not record.live:  # (else it was resumed under its id)
                 del self._requests[record.request_id]
+                self._unname(record)
+
+
+def _trace(submit: Submit, now: int, position: int, choices: dict[int, ChoiceTrace]) -> RequestTrace:
+    return RequestTrace(
+        submit.request_id, submit.gateway, submit.tenant, submit.priority, len(submit.prompt) // 4,
+        submit.sampling.max_tokens, now, position, choices, submit.traceparent, arrival_ns=submit.arrival_ns,
+        client_id=submit.client_id, answer_id=submit.answer_id,
+    )  # fmt: skip
 
 
 def slowest(requests: Iterable[RequestTrace], count: int) -> list[RequestTrace]:

@@ -96,10 +96,18 @@ class RequestTrace(msgspec.Struct, array_like=True):
     choices: dict[int, ChoiceTrace]
     traceparent: str = ""
     answer: AnswerTrace | None = None  # once its gateway has told
+    arrival_ns: int = 0  # at its gateway, unix time: the same for all prompts of one call
+    client_id: str = ""  # as in AnswerTrace; known from its submission on
+    answer_id: str = ""
 
     @property
     def live(self) -> bool:
         return any(not choice.end for choice in self.choices.values())
+
+    @property
+    def names(self) -> list[str]:
+        """What its client may call it."""
+        return [name for name in (self.answer_id, self.client_id) if name]
 
     @property
     def ended_ns(self) -> int:
@@ -116,7 +124,7 @@ class RequestTrace(msgspec.Struct, array_like=True):
 class Report(msgspec.Struct, array_like=True):
     """What one scheduler knows of one request. ``steps`` are those of its workers that overlap its life; where they
     would be too many, the longest and those with prompt tokens or preemptions are kept, and ``left_out`` counts.
-    ``siblings`` are the requests of the other prompts that the same call carried."""
+    ``siblings`` are the requests of the other prompts that the same call carried; ``now_ns`` is when it was made."""
 
     scheduler: str
     epoch: int
@@ -125,3 +133,4 @@ class Report(msgspec.Struct, array_like=True):
     steps: list[StepTrace] = []
     left_out: int = 0
     siblings: list[str] = []
+    now_ns: int = 0

@@ -114,6 +114,8 @@ class Submit(Message, frozen=True, tag="submit"):
     resumed: list[bytes] = []  # per choice: the tokens that the client already has (packed uint32)
     done_choices: list[int] = []  # choices that had ended before this attempt
     tenant_weight: int = 100  # percent of a normal tenant's share
+    client_id: str = ""  # the client's X-Request-Id, or ours: for whoever explains the request; no decision reads it
+    answer_id: str = ""  # the answer's ``id``, likewise; empty if nothing tells the client
 
 
 class SubmitReply(Message, frozen=True, tag="submit_reply"):

@@ -125,8 +125,12 @@ def explained(mesh: Mesh, call: Call) -> Explained:
 
 def whole(mesh: Mesh, name: str) -> dict[str, Any]:
     """The explanation once the gateway has told its part; its intervals lie end to end."""
-    eventually(lambda: ask(mesh, name).status_code == 200, f"the gateway to tell of {name}")
-    told: dict[str, Any] = ask(mesh, name).json()
+    eventually(lambda: ask(mesh, name).json().get("answered"), f"the gateway to tell of {name}")
+    return end_to_end(ask(mesh, name).json())
+
+
+def end_to_end(told: dict[str, Any]) -> dict[str, Any]:
+    """An explanation whose intervals lie end to end."""
     at = 0.0
     for one in told["intervals"]:
         assert abs(one["at_ms"] - at) < 0.01, told["intervals"]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
-from explained_calls import Call, ask, debug_url, explained, id_of, whole
+from explained_calls import Call, ask, debug_url, end_to_end, explained, id_of, whole
 from mesh_stack import BusClient
 from whole_mesh import SIMULATED, Mesh, eventually, running_mesh
 
@@ -130,6 +131,44 @@ def test_a_lost_worker(tiny: Path) -> None:
         assert found.told["end"].startswith("lost: its worker was silent")
 
 
+# --- while it runs ---------------------------------------------------------------------------------------------------
+
+
+def test_a_request_that_runs_is_found_by_what_its_client_calls_it(
+    narrow: Mesh, capsys: pytest.CaptureFixture[str]
+) -> None:
+    body = {
+        "model": narrow.model, "messages": [{"role": "user", "content": "a"}], "max_tokens": 400, "stream": True,
+        "ignore_eos": True,
+    }  # fmt: skip
+    headers = {"x-request-id": "still-running"}
+    with narrow.http.stream("POST", "/v1/chat/completions", json=body, headers=headers) as answer:
+        lines = answer.iter_lines()  # kept: a stream whose iterator is gone is closed
+        first = next(line for line in lines if line.startswith("data: "))
+        answer_id = json.loads(first.removeprefix("data: "))["id"]
+        told = [end_to_end(ask(narrow, name).json()) for name in (answer_id, "still-running")]
+        assert main([answer_id, "--scheduler", debug_url(narrow)]) == 0
+        page = httpx.get(f"{debug_url(narrow)}/debug/requests/{answer_id}").text
+    assert told[0]["request_id"] == told[1]["request_id"]
+    for one in told:
+        assert one["live"] and not one["answered"] and one["total_ms"] > 0
+        assert (one["answer_id"], one["client_id"]) == (answer_id, "still-running")
+    assert "still running" in capsys.readouterr().out
+    assert "so far" in page and answer_id in page and "still-running" in page
+
+
+def test_a_request_that_waits_says_for_what_and_how_long(narrow: Mesh) -> None:
+    holders = [Call(narrow, f"holds-{index}", prompt(20, 3 * index), 5000).running() for index in range(2)]
+    waits = Call(narrow, "waits", prompt(20, 99), 5)
+    wait_for_waiting(narrow, 1)
+    before, after = (end_to_end(ask(narrow, "waits").json()) for _ in range(2))
+    assert before["live"] and before["by_cause"][0]["cause"] == "every place in the batch is taken"
+    assert after["total_ms"] > before["total_ms"], "it lasts to the moment of the question"
+    for call in (waits, *holders):
+        call.hang_up()
+        call.done()
+
+
 # --- whatever else a call may be --------------------------------------------------------------------------------------
 
 
@@ -189,13 +228,15 @@ def test_a_refusal_by_the_gateway_is_not_known_here(narrow: Mesh) -> None:
 def test_the_command_and_the_pages(narrow: Mesh, capsys: pytest.CaptureFixture[str]) -> None:
     url = debug_url(narrow)
     explained(narrow, Call(narrow, "typed", prompt(600, 15), 40))
+    for index in range(2):
+        explained(narrow, Call(narrow, f"listed-{index}", prompt(10, index), 2))
     assert main(["typed", "--scheduler", url]) == 0
     folded = capsys.readouterr().out
     assert main(["typed", "--scheduler", url, "--full"]) == 0
     full = capsys.readouterr().out
     assert "where the time went:" in folded and len(folded.splitlines()) <= len(full.splitlines())
     assert main(["--slowest", "3", "--scheduler", url]) == 0
-    assert len(capsys.readouterr().out.splitlines()) >= 4
+    assert len(capsys.readouterr().out.splitlines()) >= 4, "a head, and three requests"
     with pytest.raises(SystemExit) as stopped:
         main(["nobody", "--scheduler", url])
     assert stopped.value.code == 1 and "refused by its gateway" in capsys.readouterr().err

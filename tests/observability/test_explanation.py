@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import msgspec
 import pytest
 from mesh_in_a_box import request
-from recorded_box import OFFSET_NS, RecordedBox
+from recorded_box import MS, OFFSET_NS, RecordedBox
 
 from observability.explanation import Interval, by_cause, explain, joined, pieces
 from observability.phases import contents, phases, slow_gaps
 from scheduler.core.limits import Limits
 from shared.flight_record import AnswerTrace
+from shared.messages import Submit
 
 
 def box(num_blocks: int = 200, **limits: object) -> RecordedBox:
@@ -156,10 +158,13 @@ def test_memory_is_bounded_and_live_requests_stay() -> None:
     one = box(max_num_seqs=2)
     one.recorder._most = 5
     for index in range(30):
-        one.submit(request(f"r{index}", max_tokens=3, arrival_ns=index))
+        submit = request(f"r{index}", max_tokens=3, arrival_ns=index)
+        one.submit(named(submit, f"cmpl-{index}", client_id=f"call-{index}"))
     assert len(one.recorder._requests) == 30
+    assert one.report("call-29").request is not None and one.report("cmpl-29").request is not None
     one.run()
     assert len(one.recorder._requests) == 5
+    assert len(one.recorder._names) == 10, "no names are kept of what is forgotten"
     assert len(one.recorder.slowest(3)) == 3
 
 
@@ -212,28 +217,69 @@ def test_a_gap_across_a_preemption_is_one_gap() -> None:
     assert worst.step is None and "preempted" in worst.cause
 
 
+def named(submit: Submit, answer_id: str, client_id: str = "mine") -> Submit:
+    return msgspec.structs.replace(submit, answer_id=answer_id, client_id=client_id)
+
+
 def test_a_call_with_several_prompts_and_ids_that_are_used_again() -> None:
     one = box()
-    for index in range(3):
-        one.submit(request(f"r{index}", max_tokens=3 + index, arrival_ns=index))
-    one.run()
     for index in range(2):
-        one.recorder.answered(AnswerTrace(f"r{index}", "cmpl-1", "mine", "completions", 5, finished_ns=9))
+        one.submit(named(request(f"r{index}", max_tokens=3 + index, arrival_ns=5), "cmpl-1"))
+    one.step()
+    for name in ("mine", "cmpl-1"):
+        live = one.report(name)
+        assert live.request is not None and live.request.live and len(live.siblings) == 1
+    one.run()
     both = one.report("mine")
     assert both.request is not None and both.request.request_id == "r1" and both.siblings == ["r0"]
     assert one.report("r0").siblings == ["r1"] and one.report("cmpl-1").siblings == ["r0"]
-    one.recorder.answered(AnswerTrace("r2", "cmpl-2", "mine", "completions", 6, finished_ns=9))
+    one.submit(named(request("r2", arrival_ns=6), "cmpl-2"))
+    one.recorder.answered(AnswerTrace("r0", "cmpl-1", "mine", "completions", 5, finished_ns=9))  # later, of the first
     last = one.report("mine")
     assert last.request is not None and last.request.request_id == "r2" and not last.siblings
     assert one.report("cmpl-1").siblings == ["r0"]
 
 
+def test_a_gateway_that_tells_its_ids_only_with_the_answer() -> None:
+    one = box()
+    for index in range(2):
+        one.submit(request(f"r{index}", max_tokens=3 + index, arrival_ns=5))
+    one.run()
+    assert one.report("mine").request is None
+    for index in range(2):
+        one.recorder.answered(AnswerTrace(f"r{index}", "cmpl-1", "mine", "completions", 5, finished_ns=9))
+    assert one.report("mine").siblings == one.report("cmpl-1").siblings == ["r0"]
+
+
+def test_a_clients_id_never_takes_the_place_of_ours() -> None:
+    one = box()
+    one.submit(request("r0"))
+    one.submit(named(request("r1", arrival_ns=1), "cmpl-1", client_id="r0"))
+    found = one.report("r0").request
+    assert found is not None and found.request_id == "r0"
+
+
+def test_a_live_request_is_explained_up_to_the_moment_of_the_question() -> None:
+    one = box(max_num_seqs=1)
+    one.submit(request("runs", max_tokens=20))
+    one.step()
+    one.submit(request("waits", arrival_ns=1))
+    one.step()
+    one.now += 7 * MS
+    for name in ("runs", "waits"):
+        record = one.report(name).request
+        assert record is not None and one.explain(name)[-1].end_ns == one.now + OFFSET_NS
+        assert one.explain(name)[0].begin_ns == record.submitted_ns + OFFSET_NS
+
+
 def test_refusals_are_remembered_apart() -> None:
     one = box()
     for index in range(300):
-        one.recorder.refused(request(f"no{index}"), "queue_full: the queue is full", one.now)
+        submit = named(request(f"no{index}"), f"cmpl-{index}", client_id=f"call-{index}")
+        one.recorder.refused(submit, "queue_full: the queue is full", one.now)
     record = one.report("no299").request
     assert record is not None and record.choices[0].end == "refused: queue_full: the queue is full"
+    assert one.report("call-299").request is record and len(one.recorder._names) == 2 * 256
     assert one.report("no0").request is None and not one.recorder.requests()
     assert explain(one.report("no299")) == []
 
