@@ -15,7 +15,8 @@ class GatewayConfig(MeshConfig):
     host: str = option("127.0.0.1", "address to listen on")
     port: int = option(8000, "port to listen on; 0 takes a free one", check=between(0, 65535))
     model: str = option(
-        "", "the model, whose tokenizer the gateway needs: a local folder or a Hugging Face id; 'default' is SmolLM2"
+        "",
+        "the model, for its tokenizer: a local folder, a GGUF file or a Hugging Face id; 'default' is SmolLM2",
     )
     served_model_name: str = option("", "name of the model in the API; empty: the folder's name, or the id")
     metrics_host: str = option("127.0.0.1", "address of the metrics listener")

@@ -55,6 +55,8 @@ class PromptTokenizer:
         """The tokenizer of a local folder or a Hugging Face id; :class:`StartupError` if there is no usable one."""
         if not model:
             raise StartupError("--model is needed: the folder or Hugging Face id whose tokenizer to use")
+        if os.path.isfile(os.path.expanduser(model)):
+            raise StartupError(f"{model} is a file; 'headrace fetch-model {model}' makes a folder of a GGUF file")
         if model.startswith(("/", "./", "../", "~")) and not os.path.isdir(os.path.expanduser(model)):
             raise StartupError(f"model folder {model} does not exist")
         # Without torch transformers says at each start that models are not available; here none is wanted.

@@ -6,11 +6,13 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from headrace import __version__
 from headrace.services import OUR_PACKAGES, SERVICES, Service
 from shared.config import Parser, parse_service
+from shared.model_name import GGUF_SUFFIX
 
 COMMANDS = {
     "up": "run a whole mesh on this machine: NATS, scheduler, workers, gateway",
@@ -124,22 +126,28 @@ def _dispatch(command: str) -> Callable[[Sequence[str]], int]:
 
 
 def _service(service: Service, argv: Sequence[str]) -> int:
-    """Run one service. ``--model default`` is made a folder here: services know no model but by folder or id."""
+    """Run one service. ``default`` or a GGUF file as its model is made a folder here: services know folders and ids."""
     config: Any = parse_service(service.declaration(), service.name, f"headrace {service.name}", argv)
     extra: list[str] = []
     if getattr(config, "simulate", False):
         from headrace.launch import simulated_flags
 
         extra = simulated_flags(config)
-    elif getattr(config, "model", None) == "default":
-        extra = ["--model", _fetched("default", f"headrace {service.name}")]
+    elif _is_made_here(model := getattr(config, "model", "")):
+        extra = ["--model", _fetched(model, f"headrace {service.name}")]
     return service.main()([*argv, *extra])
+
+
+def _is_made_here(model: str) -> bool:
+    return model == "default" or model.endswith(GGUF_SUFFIX) or (bool(model) and Path(model).expanduser().is_file())
 
 
 def _fetch_model(argv: Sequence[str]) -> int:
     prog = "headrace fetch-model"
     parser = Parser(prog=prog, description="Fetch a model into the cache and print its folder.")
-    parser.add_argument("model", nargs="?", default="default", help="'default' or a Hugging Face id")
+    parser.add_argument(
+        "model", nargs="?", default="default", help="'default', a Hugging Face id, or a GGUF file to convert"
+    )
     print(_fetched(parser.parse_args(argv).model, prog))
     return 0
 

@@ -14,9 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from headrace.launch import is_free
-from headrace.models.default import cache_root, default_model_path, has_default_model
+from headrace.models.cache import cache_root
+from headrace.models.default import default_model_path, has_default_model
 from headrace.nats_server import NatsServerError, find_nats_server
 from headrace.services import OUR_PACKAGES, SERVICES
+from kernels.cpu import library
+from kernels.cpu.build import ISAS
 from shared.config import Parser
 from shared.ports import taken
 
@@ -48,6 +51,7 @@ def examine() -> Iterator[Finding]:
     yield from check_packages()
     yield from check_nats_server()
     yield from check_torch()
+    yield from check_cpu_kernels()
     yield from check_model_cache()
     yield from check_ports()
 
@@ -117,6 +121,18 @@ def check_torch() -> Iterator[Finding]:
         yield Finding("ok", "torch", f"{torch.__version__} on the CPU, {torch.get_num_threads()} threads")
         if torch.version.cuda:
             yield Finding("note", "torch", f"built for CUDA {torch.version.cuda}, but no GPU is usable")
+
+
+def check_cpu_kernels() -> Iterator[Finding]:
+    try:
+        found = library.find()
+    except library.IsaError as error:
+        yield Finding("problem", "kernels", str(error))
+        return
+    if isinstance(found, library.Library):
+        yield Finding("ok", "kernels", f"C++ for the CPU, {found.isa} of {', '.join(ISAS)}")
+    else:
+        yield Finding("note", "kernels", f"no C++ kernels for the CPU: {found.reason}")
 
 
 def check_model_cache() -> Iterator[Finding]:

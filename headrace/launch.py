@@ -17,9 +17,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from headrace.models.default import CACHE_ENV, DEFAULT_MODEL_ID, DEFAULT_VOCAB_SIZE
+from headrace.models.cache import CACHE_ENV
+from headrace.models.default import DEFAULT_MODEL_ID, DEFAULT_VOCAB_SIZE
 from headrace.settings import UpSettings
 from headrace.supervisor import ChildSpec
+from kernels.cpu.library import ISA_ENV
 from shared.config import ENV_PREFIX, ConfigError, MeshConfig, options_of
 from shared.ports import listen_problem
 
@@ -136,8 +138,12 @@ def service_flags(config: MeshConfig) -> list[str]:
 
 
 def service_environ(config: MeshConfig, environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a service: ours without ``HEADRACE_*``, and its secrets."""
-    kept = {name: value for name, value in environ.items() if not name.startswith(ENV_PREFIX) or name == CACHE_ENV}
+    """The environment of a service: ours without ``HEADRACE_*`` that are options, and its secrets."""
+    kept = {
+        name: value
+        for name, value in environ.items()
+        if not name.startswith(ENV_PREFIX) or name in (CACHE_ENV, ISA_ENV)
+    }
     secret = {
         option.env: str(getattr(config, option.name))
         for option in options_of(type(config))

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headrace.models.default import CACHE_ENV
+from headrace.models.cache import CACHE_ENV
 from headrace.services import declarations, united_options
+from kernels.cpu.library import ISA_ENV
 from shared.config import CONFIG_FILE_ENV, MeshConfig, Parser, add_flags, check_keys, read_file, resolve
 
 DEFAULT_SCHEDULER = "http://127.0.0.1:9401"
@@ -74,7 +75,7 @@ def _settings(args: argparse.Namespace, environ: Mapping[str, str]) -> UpSetting
     if file is None and LOCAL_FILE.is_file():
         file = LOCAL_FILE
     declared = declarations()
-    check_keys(declared, file=file, environ=environ, extra_env={CACHE_ENV, SCHEDULER_ENV})
+    check_keys(declared, file=file, environ=environ, extra_env={CACHE_ENV, SCHEDULER_ENV, ISA_ENV})
     services = {
         name: resolve(declaration, name, flags, file=file, environ=environ) for name, declaration in declared.items()
     }

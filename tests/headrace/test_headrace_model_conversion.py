@@ -7,85 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from gguf import GGMLQuantizationType, GGUFWriter
-from gguf.quants import dequantize, quantize
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.convert_slow_tokenizer import bytes_to_unicode
+from tiny_gguf import TOKENS, fields, write_gguf
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from headrace.models import DEFAULT_MODEL_ID, ModelError, ensure_default_model
-from headrace.models.convert import build_tokenizer, convert_gguf
-
-TEMPLATE = "{% for message in messages %}<|im_start|>{{ message['content'] }}<|im_end|>{% endfor %}"
-CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-BYTES = list(bytes_to_unicode().values())
-MERGES = ["h e", "2 0", "Ġ he"]
-TOKENS = [*CONTROL, *BYTES, "he", "20", "Ġhe"]
-HIDDEN, FFN = 64, 96
-
-
-def fields(pre: str = "smollm") -> dict[str, object]:
-    return {
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": pre,
-        "tokenizer.ggml.tokens": TOKENS,
-        "tokenizer.ggml.token_type": [3] * len(CONTROL) + [1] * (len(TOKENS) - len(CONTROL)),
-        "tokenizer.ggml.merges": MERGES,
-        "tokenizer.ggml.bos_token_id": 1,
-        "tokenizer.ggml.eos_token_id": 2,
-        "tokenizer.ggml.unknown_token_id": 0,
-        "tokenizer.ggml.padding_token_id": 2,
-        "tokenizer.chat_template": TEMPLATE,
-    }
-
-
-def write_gguf(path: Path) -> np.ndarray:
-    """A one-layer llama in Q4_1. Returns the dequantised FFN weights, the reference for the conversion."""
-    noise = np.random.default_rng(0)
-    writer = GGUFWriter(path, "llama")
-    writer.add_context_length(128)
-    writer.add_embedding_length(HIDDEN)
-    writer.add_block_count(1)
-    writer.add_feed_forward_length(FFN)
-    writer.add_head_count(2)
-    writer.add_head_count_kv(1)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_rope_dimension_count(HIDDEN // 2)
-    writer.add_vocab_size(len(TOKENS))
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm")
-    writer.add_token_list(TOKENS)
-    writer.add_token_types(fields()["tokenizer.ggml.token_type"])
-    writer.add_token_merges(MERGES)
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    writer.add_unk_token_id(0)
-    writer.add_pad_token_id(2)
-    writer.add_chat_template(TEMPLATE)
-    shapes = {
-        "token_embd": (len(TOKENS), HIDDEN),
-        "blk.0.attn_q": (HIDDEN, HIDDEN),
-        "blk.0.attn_k": (HIDDEN // 2, HIDDEN),
-        "blk.0.attn_v": (HIDDEN // 2, HIDDEN),
-        "blk.0.attn_output": (HIDDEN, HIDDEN),
-        "blk.0.ffn_gate": (FFN, HIDDEN),
-        "blk.0.ffn_up": (FFN, HIDDEN),
-        "blk.0.ffn_down": (HIDDEN, FFN),
-    }
-    q4_1 = GGMLQuantizationType.Q4_1
-    reference = np.zeros(0)
-    for name, shape in shapes.items():
-        packed = quantize(noise.standard_normal(shape, dtype=np.float32), q4_1)
-        writer.add_tensor(f"{name}.weight", packed, raw_dtype=q4_1)
-        if name == "blk.0.ffn_up":
-            reference = dequantize(packed, q4_1)
-    for name in ("output_norm", "blk.0.attn_norm", "blk.0.ffn_norm"):
-        writer.add_tensor(f"{name}.weight", np.ones(HIDDEN, dtype=np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return reference
+from headrace.models.convert import build_tokenizer, convert_gguf, load_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -126,9 +53,53 @@ def test_digits_stand_alone_even_where_a_merge_would_join_them() -> None:
     assert tokenizer.tokenize("he he 2024") == ["he", "Ġhe", "Ġ", "2", "0", "2", "4"]
 
 
-def test_a_vocabulary_with_another_splitting_is_refused() -> None:
-    with pytest.raises(ModelError, match="'llama-bpe' is not known"):
-        build_tokenizer(fields(pre="llama-bpe"))
+def test_a_vocabulary_with_a_splitting_that_nobody_knows_is_refused(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "x.gguf", pre="deepseek-coder")
+    with pytest.raises(ModelError, match="'deepseek-coder' is not known"):
+        convert_gguf(tmp_path / "x.gguf", tmp_path / "model")
+    assert not (tmp_path / "model").exists()
+
+
+def test_a_vocabulary_that_transformers_knows_splits_as_its_own_kind(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "x.gguf", pre="llama-bpe", add_bos=True)
+    convert_gguf(tmp_path / "x.gguf", tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    assert tokenizer.tokenize("he 2024") == ["he", "Ġ", "20", "2", "4"]  # up to three digits are one word
+    assert tokenizer("he")["input_ids"][0] == tokenizer.bos_token_id == 1
+    assert tokenizer.convert_ids_to_tokens(list(range(len(tokenizer)))) == TOKENS
+    assert tokenizer.chat_template == fields()["tokenizer.chat_template"]
+
+
+def test_bos_is_added_where_the_file_says_so(tmp_path: Path) -> None:
+    plain, asked = fields(), fields() | {"tokenizer.ggml.add_bos_token": True}
+    texts = [load_tokenizer(tmp_path, one)("he")["input_ids"] for one in (plain, asked)]
+    assert texts == [[TOKENS.index("he")], [1, TOKENS.index("he")]]
+
+
+def llama3_divisors(original: int = 8192) -> torch.Tensor:
+    """What llama.cpp's converter writes for a llama3 scaling of 8."""
+    config = AutoConfig.for_model("llama", hidden_size=64, num_attention_heads=2)
+    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    config.rope_parameters = {"rope_type": "llama3", "rope_theta": 10000.0, **scaling,
+                              "original_max_position_embeddings": original}  # fmt: skip
+    plain = 1.0 / 10000.0 ** (torch.arange(0, 32, 2) / 32)
+    return plain / ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))[0]
+
+
+def test_llama3_scaling_is_recovered_from_the_frequencies(tmp_path: Path) -> None:
+    divisors = llama3_divisors()
+    assert divisors.max() == 8 > divisors.min()
+    write_gguf(tmp_path / "x.gguf", more_tensors={"rope_freqs.weight": divisors.numpy()})
+    convert_gguf(tmp_path / "x.gguf", tmp_path / "model")
+    config = AutoConfig.from_pretrained(tmp_path / "model")
+    found = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))[0]
+    assert torch.allclose(found, 1.0 / 10000.0 ** (torch.arange(0, 32, 2) / 32) / divisors)
+
+
+def test_other_frequencies_are_refused(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "x.gguf", more_tensors={"rope_freqs.weight": np.linspace(1, 3, 16, dtype=np.float32)})
+    with pytest.raises(ModelError, match="rotary frequencies"):
+        convert_gguf(tmp_path / "x.gguf", tmp_path / "model")
 
 
 @pytest.mark.model

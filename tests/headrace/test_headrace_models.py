@@ -181,10 +181,10 @@ def test_a_missing_folder_is_named(spec: str) -> None:
         resolve_model(spec)
 
 
-def test_a_file_is_no_model(tmp_path: Path) -> None:
-    (tmp_path / "model.gguf").touch()
-    with pytest.raises(ModelError, match="is a file"):
-        resolve_model(str(tmp_path / "model.gguf"))
+def test_a_file_of_another_kind_is_no_model(tmp_path: Path) -> None:
+    (tmp_path / "model.bin").touch()
+    with pytest.raises(ModelError, match=r"is a file; --model takes a GGUF file, or"):
+        resolve_model(str(tmp_path / "model.bin"))
 
 
 def resolve_offline(spec: str, hub: Path) -> subprocess.CompletedProcess[str]:

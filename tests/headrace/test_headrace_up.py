@@ -75,6 +75,36 @@ def up(tmp_path: Path, model: Path) -> Iterator[Up]:
     running.process.wait()
 
 
+def test_a_gguf_file_is_served_as_transformers_reads_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+    from tiny_gguf import TOKENS, write_gguf
+    from transformers import AutoModelForCausalLM
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    write_gguf(tmp_path / "Tiny.Q4_1.gguf")
+    up = Up(tmp_path, "--model", "Tiny.Q4_1.gguf", "--port", "0", "--kv-cache-memory", "4MiB", "--threads", "1")
+    try:
+        url = up.wait_for(r"Tiny\.Q4_1 is served at (\S+)\n")
+        body = {"model": "Tiny.Q4_1", "prompt": "he 20", "max_tokens": 12, "temperature": 0, "return_token_ids": True}
+        body["ignore_eos"] = True
+        request = urllib.request.Request(
+            f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=DEADLINE_S) as answer:
+            choice = json.load(answer)["choices"][0]
+        assert up.end(signal.SIGINT) == 0
+    finally:
+        up.process.kill()
+        up.process.wait()
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="Tiny.Q4_1.gguf", dtype=torch.float32)
+    prompt = torch.tensor([[TOKENS.index(token) for token in ("he", "Ġ", "2", "0")]])
+    with torch.inference_mode():
+        for _ in range(12):
+            best = reference(prompt).logits[:, -1].argmax(-1, keepdim=True)
+            prompt = torch.cat([prompt, best], dim=1)
+    assert choice["token_ids"] == prompt[0, 4:].tolist()
+
+
 def gone(pids: list[int]) -> None:
     deadline = time.monotonic() + DEADLINE_S
     for pid in pids:

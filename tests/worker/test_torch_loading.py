@@ -75,6 +75,12 @@ def test_a_missing_folder_is_named(model: str, reason: str) -> None:
         load_model(model)
 
 
+def test_a_file_is_refused_and_what_makes_a_folder_of_it_is_named(tmp_path: Path) -> None:
+    (tmp_path / "x.gguf").write_bytes(b"GGUF")
+    with pytest.raises(StartupError, match=r"is a file; 'headrace fetch-model \S*x.gguf'"):
+        load_model(str(tmp_path / "x.gguf"))
+
+
 def test_a_folder_without_config_or_weights_is_refused_in_one_line(tmp_path: Path, tiny_model: MakeModel) -> None:
     with pytest.raises(StartupError) as refusal:
         load_model(str(tmp_path))
