@@ -15,10 +15,10 @@ HEAD = """\
 <!-- Made by `headrace metrics-docs`; do not edit. -->
 
 Each service serves Prometheus text at `/metrics` of its internal listener (`--metrics-host`, `--metrics-port`: 9400 the
-gateway's, 9401 the scheduler's, 9402 a worker's). `vllm:*` have vLLM's names where the meaning is the same, so that its
-dashboards and alerts find them; the scheduler's and the workers' have no `model_name` label, since a mesh can serve
-several models. `gen_ai_*` are OpenTelemetry's conventions for generative AI as Prometheus spells them; their status is
-*development*, so they may change with the conventions.
+gateway's, 9401 the scheduler's, 9402 a worker's). `vllm:*` have vLLM's names and its label `model_name` where the
+meaning is the same, so that its dashboards and alerts find them. Its label `engine` there is not: a mesh's engines are
+its workers, each an `instance` of its own. `gen_ai_*` are OpenTelemetry's conventions for generative AI as Prometheus
+spells them; their status is *development*, so they may change with the conventions.
 
 Of a histogram there are `_bucket` (with the label `le`), `_sum` and `_count`. Unit `count`: plain numbers of what the
 name says. Alert rules are in `observability/prometheus/rules.yml`, each with a [runbook](runbooks/README.md); a Grafana
@@ -34,7 +34,7 @@ def tables() -> dict[str, list[Described]]:
 
     scheduler, worker = CollectorRegistry(), CollectorRegistry()
     SchedulerMetrics(scheduler)
-    WorkerMetrics(worker)
+    WorkerMetrics(worker, "model")
     gateway = GatewayMetrics("model").registry
     return {"gateway": described(gateway), "scheduler": described(scheduler), "worker": described(worker)}
 

@@ -16,24 +16,43 @@ _LATENCY_BUCKETS = (
 NEW, PREFILL, RECOMPUTE, PADDING = "new", "prefill", "recompute", "padding"
 """Kinds of ``headrace_step_tokens_total``."""
 
+MODEL = ("model_name",)
+"""vLLM's label: its dashboards select by it."""
+
+
+class ModelMetrics:
+    """Those of one model, looked up once."""
+
+    def __init__(self, metrics: SchedulerMetrics, model: str) -> None:
+        self.running: Gauge = metrics.running.labels(model)
+        self.waiting: Gauge = metrics.waiting.labels(model)
+        self.kv_usage: Gauge = metrics.kv_usage.labels(model)
+        self.prefix_queries: Counter = metrics.prefix_queries.labels(model)
+        self.prefix_hits: Counter = metrics.prefix_hits.labels(model)
+        self.preemptions: Counter = metrics.preemptions.labels(model)
+        self.queue_seconds: Histogram = metrics.queue_seconds.labels(model)
+        self.prefill_seconds: Histogram = metrics.prefill_seconds.labels(model)
+        self.decode_seconds: Histogram = metrics.decode_seconds.labels(model)
+
 
 class SchedulerMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
-        def gauge(name: str, text: str, unit: str = "") -> Gauge:
-            return Gauge(name, text, unit=unit, registry=registry)
+        def gauge(name: str, text: str, unit: str = "", labels: tuple[str, ...] = ()) -> Gauge:
+            return Gauge(name, text, labels, unit=unit, registry=registry)
 
         def counter(name: str, text: str, labels: tuple[str, ...] = (), unit: str = "") -> Counter:
             return Counter(name, text, labels, unit=unit, registry=registry)
 
         def seconds(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-            return Histogram(name, text, unit="seconds", buckets=buckets, registry=registry)
+            return Histogram(name, text, MODEL, unit="seconds", buckets=buckets, registry=registry)
 
         def of_steps(name: str, text: str, buckets: tuple[float, ...]) -> LeanHistogram:
             return LeanHistogram(registry, name, text, None, buckets)
 
+        self._models: dict[str, ModelMetrics] = {}
         # --- load ---------------------------------------------------------------------------------------------------
-        self.running = gauge("vllm:num_requests_running", "Sequences in a worker's batch")
-        self.waiting = gauge("vllm:num_requests_waiting", "Sequences that wait for admission")
+        self.running = gauge("vllm:num_requests_running", "Sequences in a worker's batch", labels=MODEL)
+        self.waiting = gauge("vllm:num_requests_waiting", "Sequences that wait for admission", labels=MODEL)
         self.preempted = gauge("headrace_num_requests_preempted", "Preempted sequences that wait to resume")
         self.swapped = gauge("headrace_num_requests_swapped", "Of those, sequences whose KV blocks are in host memory")
         self.queue_age = gauge(
@@ -45,15 +64,15 @@ class SchedulerMetrics:
         self.workers = gauge("headrace_workers", "Ready workers")
         self.leading = gauge("headrace_scheduler_leading", "1 if this scheduler leads its mesh, 0 if it stands by")
         # --- memory -------------------------------------------------------------------------------------------------
-        self.kv_usage = gauge("vllm:kv_cache_usage_perc", "Share of the KV blocks in use (0..1)")
+        self.kv_usage = gauge("vllm:kv_cache_usage_perc", "Share of the KV blocks in use (0..1)", labels=MODEL)
         self.fragmentation = gauge(
             "headrace_kv_fragmentation_ratio",
             "Share of the token slots in used blocks that hold no token, of the worker with most (0..1)", "ratio",
         )  # fmt: skip
         self.shared_blocks = gauge("headrace_kv_blocks_shared", "KV blocks with two references or more")
         self.cached_blocks = gauge("headrace_kv_blocks_cached", "KV blocks without a reference whose content is kept")
-        self.prefix_queries = counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache")
-        self.prefix_hits = counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache")
+        self.prefix_queries = counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache", MODEL)
+        self.prefix_hits = counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache", MODEL)
         self.resumed_hits = counter("headrace_resumed_hits", "Tokens that preempted sequences found again")
         self.page_copies = counter("headrace_page_copies", "Blocks copied on write")
         self.swapped_out = counter("headrace_kv_blocks_swapped_out", "KV blocks moved to host memory")
@@ -66,7 +85,7 @@ class SchedulerMetrics:
             ("kind",), "tokens",
         )  # fmt: skip
         self.step_tokens = {kind: step_tokens.labels(kind) for kind in (NEW, PREFILL, RECOMPUTE, PADDING)}
-        self.preemptions = counter("vllm:num_preemptions", "Preemptions")
+        self.preemptions = counter("vllm:num_preemptions", "Preemptions", MODEL)
         self.preemptions_by_cause = counter("headrace_preemptions", "Preemptions by cause", ("cause",))
         self.bypasses = counter("headrace_bypasses", "Admissions past a head that did not fit in memory")
         self.forks = counter("headrace_forks", "Choices and beams that joined by sharing another's blocks")
@@ -104,3 +123,10 @@ class SchedulerMetrics:
             if outcome not in (Outcome.ACCEPTED, Outcome.DUPLICATE):
                 self.refusals.labels(outcome.value)
         self.bad_messages = counter("headrace_bad_messages", "Bytes on the bus that were no message")
+
+    def of(self, model: str) -> ModelMetrics:
+        """Those of a model; they are at 0 from the first look on."""
+        found = self._models.get(model)
+        if found is None:
+            found = self._models[model] = ModelMetrics(self, model)
+        return found

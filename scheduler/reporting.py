@@ -46,6 +46,7 @@ class Reporter:
         self._unix_offset_ns = unix_offset_ns
         self._choice_of = choice_of
         self._counted = Counters()
+        self._looked_up: dict[str, tuple[int, int]] = {}  # model -> prompt tokens looked up and found, as counted
 
     def carry_out(self, events: Iterable[CoreEvent]) -> None:
         """Tell whoever must know what the core's events say."""
@@ -71,7 +72,7 @@ class Reporter:
                 self._book(event.sequence, event.now_ns, event.reason)
                 self._trace(event.sequence, event.now_ns, event.reason)
             elif isinstance(event, Preempted):
-                self._metrics.preemptions.inc()
+                self._metrics.of(event.sequence.submit.model).preemptions.inc()
                 self._metrics.preemptions_by_cause.labels(event.cause).inc()
                 if log.isEnabledFor(logging.DEBUG):
                     log.debug(
@@ -93,10 +94,11 @@ class Reporter:
 
     def _book(self, sequence: Sequence, now: int, reason: str = "") -> None:
         admitted = sequence.admitted_ns or now
-        self._metrics.queue_seconds.observe((admitted - sequence.submitted_ns) / 1e9)
+        metrics = self._metrics.of(sequence.submit.model)
+        metrics.queue_seconds.observe((admitted - sequence.submitted_ns) / 1e9)
         if reason in (EndReason.STOP, EndReason.LENGTH) and sequence.first_token_ns:
-            self._metrics.prefill_seconds.observe((sequence.first_token_ns - admitted) / 1e9)
-            self._metrics.decode_seconds.observe((now - sequence.first_token_ns) / 1e9)
+            metrics.prefill_seconds.observe((sequence.first_token_ns - admitted) / 1e9)
+            metrics.decode_seconds.observe((now - sequence.first_token_ns) / 1e9)
 
     def _trace(self, sequence: Sequence, now: int, reason: str, kind: str = "") -> None:
         """``kind``: of a failure."""
@@ -167,21 +169,20 @@ class Reporter:
     def observe(self) -> None:
         """Bring gauges and counters up to date."""
         core, metrics = self._core, self._metrics
-        metrics.running.set(core.num_running)
-        metrics.waiting.set(core.num_waiting)
+        models = core.queues  # of every model that has ever had a worker
+        for model in models:
+            waiting = core.num_waiting if len(models) == 1 else core.queue_of(model).waiting  # (counts, one by one)
+            self._observe_model(model, waiting)
         metrics.preempted.set(core.num_preempted)
         metrics.swapped.set(core.num_swapped)
         oldest = core.oldest_waiting_ns
         metrics.queue_age.set((time.monotonic_ns() - oldest) / 1e9 if oldest else 0.0)
         metrics.workers.set(len(core.workers))
-        total = sum(worker.pool.num_blocks for worker in core.workers.values())
-        used = sum(worker.pool.num_used for worker in core.workers.values())
         figures = [memory_figures(worker) for worker in core.workers.values()]
         metrics.shared_blocks.set(sum(one.shared for one in figures))
         metrics.cached_blocks.set(sum(one.cached for one in figures))
         metrics.fragmentation.set(max((one.waste_share for one in figures), default=0.0))
         metrics.head_wait.set(core.counters.worst_head_wait_ns / 1e9)
-        metrics.kv_usage.set(used / total if total else 0.0)
         before, now = self._counted, dataclasses.replace(core.counters)
         self._counted = now
         tokens = metrics.step_tokens
@@ -192,8 +193,6 @@ class Reporter:
         tokens[PADDING].inc(now.padding_tokens - before.padding_tokens)
         for counter, name in (
             (metrics.idle_slots, "idle_slot_iterations"),
-            (metrics.prefix_queries, "prefix_queries"),
-            (metrics.prefix_hits, "prefix_hits"),
             (metrics.resumed_hits, "resumed_hits"),
             (metrics.bypasses, "bypasses"),
             (metrics.forks, "forks"),
@@ -203,3 +202,15 @@ class Reporter:
             (metrics.swapped_in, "swapped_in"),
         ):
             counter.inc(getattr(now, name) - getattr(before, name))
+
+    def _observe_model(self, model: str, waiting: int) -> None:
+        metrics, core = self._metrics.of(model), self._core
+        workers = [worker for worker in core.workers.values() if worker.capacity.model == model]
+        metrics.running.set(sum(len(worker.running) for worker in workers))
+        metrics.waiting.set(waiting)
+        total = sum(worker.pool.num_blocks for worker in workers)
+        metrics.kv_usage.set(sum(worker.pool.num_used for worker in workers) / total if total else 0.0)
+        before, now = self._looked_up.get(model, (0, 0)), core.counters.prefix_of.get(model, (0, 0))
+        self._looked_up[model] = now
+        metrics.prefix_queries.inc(now[0] - before[0])
+        metrics.prefix_hits.inc(now[1] - before[1])

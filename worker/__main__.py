@@ -85,7 +85,7 @@ def _load_in_background(config: WorkerConfig) -> asyncio.Future[Runner]:
 async def serve(config: WorkerConfig, stop: asyncio.Event) -> None:
     name = config.worker_id or new_process_id("worker")
     registry = CollectorRegistry()
-    metrics = WorkerMetrics(registry)
+    metrics = WorkerMetrics(registry, model_name(config.model, config.served_model_name))
     async with joined("worker", name, config, registry, config.metrics_host, config.metrics_port) as member:
         service = WorkerService(
             config, name, new_incarnation(), member.step_bus, member.bus, metrics, member.tracing

@@ -13,12 +13,14 @@ _TOKEN_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384
 
 
 class WorkerMetrics:
-    def __init__(self, registry: CollectorRegistry) -> None:
+    def __init__(self, registry: CollectorRegistry, model: str) -> None:
         def counter(name: str, text: str, labels: tuple[str, ...] = (), unit: str = "") -> Counter:
             return Counter(name, text, labels, unit=unit, registry=registry)
 
-        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> LeanHistogram:
-            return LeanHistogram(registry, name, text, None, buckets)
+        def histogram(
+            name: str, text: str, buckets: tuple[float, ...], label: tuple[str, str] | None = None
+        ) -> LeanHistogram:
+            return LeanHistogram(registry, name, text, label, buckets)
 
         self.step_seconds = histogram(
             "headrace_step_seconds", "Duration of an iteration, from plan to sampled tokens", _STEP_BUCKETS
@@ -32,8 +34,9 @@ class WorkerMetrics:
         )
         self.batch_size = histogram("headrace_batch_size", "Sequences in an iteration", _BATCH_BUCKETS)
         self.iteration_tokens = histogram(
-            "vllm:iteration_tokens_total", "Tokens computed in an iteration, padding included", _TOKEN_BUCKETS
-        )
+            "vllm:iteration_tokens_total", "Tokens computed in an iteration, padding included", _TOKEN_BUCKETS,
+            ("model_name", model),
+        )  # fmt: skip
         rows = counter("headrace_worker_rows", "Rows of the forward passes by kind", ("kind",))
         self.rows = {kind: rows.labels(kind) for kind in ("prefill", "decode", "padding")}
         self.slots = Gauge("headrace_worker_slots", "Sequences in the batch that have not ended", registry=registry)

@@ -157,8 +157,8 @@ class Admission:
     ) -> None:
         sequence.admitted_ns = now
         self._counters.admitted += 1
-        self._counters.prefix_queries += len(sequence.tokens)
-        self._counters.prefix_hits += len(placement.hits) * worker.capacity.block_size
+        hits = len(placement.hits) * worker.capacity.block_size
+        self._counters.looked_up(worker.capacity.model, len(sequence.tokens), hits)
         if sequence.blocked_since:
             self._counters.worst_head_wait_ns = max(self._counters.worst_head_wait_ns, now - sequence.blocked_since)
         if sequence.submit.attempt == 1:  # a resume after a loss is no service, as a preemption is none

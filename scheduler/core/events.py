@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from scheduler.core.beams import Hypothesis
 from scheduler.core.sequence import Sequence
@@ -76,6 +76,7 @@ class Counters:
     padding_tokens: int = 0
     prefix_queries: int = 0  # prompt tokens looked up at first admissions
     prefix_hits: int = 0  # of those, tokens found
+    prefix_of: dict[str, tuple[int, int]] = field(default_factory=dict)  # model -> those two
     resumed_hits: int = 0  # tokens that a preempted sequence found again
     forks: int = 0
     page_copies: int = 0
@@ -86,3 +87,10 @@ class Counters:
     swapped_in: int = 0
     idle_slot_iterations: int = 0  # a slot that sat in a batch in an iteration and yielded no wanted token
     plans: int = 0
+
+    def looked_up(self, model: str, queries: int, hits: int) -> None:
+        """Of a sequence's prompt tokens, so many were in the prefix cache at its first admission."""
+        self.prefix_queries += queries
+        self.prefix_hits += hits
+        before = self.prefix_of.get(model, (0, 0))
+        self.prefix_of[model] = (before[0] + queries, before[1] + hits)

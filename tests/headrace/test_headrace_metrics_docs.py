@@ -23,6 +23,7 @@ def test_every_name_belongs_to_us_or_is_one_that_others_know() -> None:
         assert len(names) == len(set(names)), service
         for one in metrics:
             assert one.name.startswith(("headrace_", "vllm:", "gen_ai_")), one.name
+            assert not one.name.startswith("vllm:") or "model_name" in one.labels, f"{one.name}: vLLM's have the label"
             assert len(one.text) > 10 and not one.text.endswith("."), one.name
 
 

@@ -15,6 +15,8 @@ from mesh_stack import BusClient, Stack, stack, until
 from test_whole_mesh import serve
 from tiny_models import make_tiny_model
 
+from headrace.bench.probe import read_metrics
+
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(600)]
 
 TIGHT_BLOCKS = 20
@@ -125,9 +127,7 @@ def metrics(of: Mesh) -> dict[str, float]:
     """The scheduler's metrics, from the port that it says it listens on."""
     port = re.search(r"metrics on http://[^:]+:(\d+)/", of.stack.processes[0].output())
     assert port is not None
-    text = httpx.get(f"http://127.0.0.1:{port.group(1)}/metrics").text
-    lines = (line for line in text.splitlines() if not line.startswith("#") and "{" not in line)
-    return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
+    return read_metrics([httpx.get(f"http://127.0.0.1:{port.group(1)}/metrics").text])
 
 
 def test_b14_what_can_never_fit_is_refused_at_once_and_the_small_ones_run(tight: Mesh) -> None:

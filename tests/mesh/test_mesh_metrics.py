@@ -80,7 +80,9 @@ def test_they_tell_what_happened(mesh: Mesh) -> None:
     assert scheduler["headrace_bus_round_trip_seconds_count"] > 0
     assert scheduler["headrace_apply_seconds_count"] == worker["headrace_step_seconds_count"]
     for stage in ("queue", "prefill", "decode"):
-        assert scheduler[f"vllm:request_{stage}_time_seconds_count"] == 2
+        assert scheduler[f'vllm:request_{stage}_time_seconds_count{{model_name="m"}}'] == 2
+    assert scheduler['vllm:prefix_cache_queries_total{model_name="m"}'] > 0
+    assert worker['vllm:iteration_tokens_total_count{model_name="m"}'] == worker["headrace_batch_size_count"]
     assert scheduler["headrace_scheduler_leading"] == 1 and scheduler["headrace_queue_age_seconds"] == 0
     assert gateway["headrace_gateway_submit_seconds_count"] == 2
     assert gateway["headrace_gateway_loop_lag_seconds_count"] > 0

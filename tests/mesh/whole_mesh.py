@@ -16,6 +16,7 @@ import httpx
 from mesh_stack import DEADLINE_S, BusClient, Process, Stack, until
 from test_whole_mesh import free_port
 
+from headrace.bench.probe import read_metrics
 from headrace.nats_server import NatsServer
 from headrace.parent_death import die_with_parent
 
@@ -126,12 +127,11 @@ class Mesh:
     # --- what the processes say of themselves -----------------------------------------------------------------------
 
     def metrics(self, process: Process) -> dict[str, float]:
-        """Every sample of a process's metrics listener, by name and labels as they are printed."""
+        """What a process's metrics listener says, but for buckets: by name and labels as they are printed, and summed
+        over them by name alone."""
         port = re.search(r"metrics on http://[^:]+:(\d+)/", process.output())
         assert port is not None, process.output()
-        lines = httpx.get(f"http://127.0.0.1:{port.group(1)}/metrics").text.splitlines()
-        samples = (line.rsplit(" ", 1) for line in lines if line and not line.startswith("#"))
-        return {name: float(value) for name, value in samples}
+        return read_metrics([httpx.get(f"http://127.0.0.1:{port.group(1)}/metrics").text])
 
     def quiet(self) -> bool:
         """O5: nothing runs, nothing waits, no block is in use, by the gauges, without new traffic to refresh them."""

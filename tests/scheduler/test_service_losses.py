@@ -58,7 +58,7 @@ class OneProcessMesh:
         self.ends: dict[str, str] = {}
         self.events: list[str] = []
         self.metrics = SchedulerMetrics(CollectorRegistry())
-        self.worker_metrics = WorkerMetrics(CollectorRegistry())
+        self.worker_metrics = WorkerMetrics(CollectorRegistry(), "m")
 
     def on_tokens(self, payload: bytes, _: str) -> None:
         message = decode(payload)

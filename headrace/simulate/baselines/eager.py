@@ -118,8 +118,8 @@ class EagerPlanner:
             else:
                 queue.remove(head)
                 self._counters.admitted += 1
-                self._counters.prefix_queries += len(head.tokens)
-                self._counters.prefix_hits += len(placement.hits) * worker.capacity.block_size
+                hits = len(placement.hits) * worker.capacity.block_size
+                self._counters.looked_up(worker.capacity.model, len(head.tokens), hits)
             head.admitted_ns = now
             worker.hold(head, placement)
             head.become(Status.RUNNING)
