@@ -9,7 +9,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: up test check bench fuzz
+.PHONY: up test check bench fuzz cpu-kernels
 .DELETE_ON_ERROR:
 
 up: $(VENV)/.installed-all
@@ -30,11 +30,16 @@ bench: $(VENV)/.installed-all
 	@$(BIN)/headrace bench $(ARGS)
 
 # Made again only when what is to be installed may have changed.
-$(VENV)/.installed-%: pyproject.toml compose/install-torch.sh | $(BIN)/python
+$(VENV)/.installed-%: pyproject.toml setup.py compose/install-torch.sh | $(BIN)/python cpu-kernels
 	@compose/install-torch.sh $(BIN)/python
 	@echo "installing Headrace and what it needs (a minute or two, without a word unless something is wrong)"
 	@$(BIN)/python -m pip install --disable-pip-version-check --quiet --editable '.[$*]'
 	@touch $@
+
+# Looks every time, by content: neither another commit's library nor one without a compiler that has come since is left.
+# Without a compiler there is a line that says so, and everything works, slower.
+cpu-kernels: | $(BIN)/python
+	@$(BIN)/python -m kernels.cpu.build || true
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

@@ -34,8 +34,10 @@ max-num-seqs = 32
 kv-cache-memory = "2GiB"
 ```
 
-Two variables are not options: `HEADRACE_CACHE` is the folder for fetched models (default: `~/.cache/headrace`), and
-`HEADRACE_CONFIG` names the TOML file.
+Three variables are not options: `HEADRACE_CACHE` is the folder for fetched models (default: `~/.cache/headrace`),
+`HEADRACE_CONFIG` names the TOML file, and `HEADRACE_CPU_ISA` says for which instruction set the C++ kernels of a CPU
+worker are taken: `generic`, `avx2`, `avx512` or `avx512bf16` (default: the best that the processor has; one that it
+lacks is an error), or `none` for the torch reference in their place.
 """
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from headrace import doctor
+from kernels.cpu import library
 
 
 def installed(folder: Path, name: str, files: list[str]) -> importlib.metadata.Distribution:
@@ -55,7 +56,7 @@ def test_a_package_imported_from_elsewhere_is_a_problem(tmp_path: Path) -> None:
 def test_this_installation_has_no_problem(capsys: pytest.CaptureFixture[str]) -> None:
     assert doctor.main([]) == 0
     output = capsys.readouterr().out
-    for subject in ("python", "packages", "nats", "torch", "model", "port"):
+    for subject in ("python", "packages", "nats", "torch", "kernels", "model", "port"):
         assert f" {subject} " in output
 
 
@@ -69,6 +70,20 @@ def test_missing_nats_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", str(tmp_path))
     assert [finding.level for finding in doctor.check_nats_server()] == ["problem"]
+
+
+def test_the_kernels_for_the_cpu_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> library.Missing:
+        return library.Missing("not built; install a C++ compiler")
+
+    def refused() -> library.Missing:
+        raise library.IsaError("HEADRACE_CPU_ISA: this processor has no avx2")
+
+    for find, level, text in ((missing, "note", "install a C++ compiler"), (refused, "problem", "has no avx2")):
+        monkeypatch.setattr(library, "find", find)
+        (finding,) = doctor.check_cpu_kernels()
+        assert (finding.level, finding.subject) == (level, "kernels")
+        assert text in finding.text
 
 
 def test_a_cache_that_cannot_be_written_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,9 +78,14 @@ def test_secrets_are_on_no_command_line() -> None:
 
 
 def test_children_inherit_no_other_setting() -> None:
-    spec = launched([], {"HEADRACE_LOG_LEVEL": "debug", "HEADRACE_CACHE": "/c", "HOME": "/h"})["worker"]
-    assert spec.env == {"HEADRACE_CACHE": "/c", "HOME": "/h", "HEADRACE_NATS_TOKEN": "t0ken"}
+    spec = launched([], {"HEADRACE_LOG_LEVEL": "debug", "HOME": "/h"})["worker"]
+    assert spec.env == {"HOME": "/h", "HEADRACE_NATS_TOKEN": "t0ken"}
     assert as_read_by("worker", spec).log_level == "debug"
+
+
+def test_children_inherit_what_is_no_option() -> None:
+    given = {"HEADRACE_CACHE": "/c", "HEADRACE_CPU_ISA": "generic"}
+    assert launched([], given)["worker"].env == given | {"HEADRACE_NATS_TOKEN": "t0ken"}
 
 
 def test_several_workers_share_the_cores_and_no_port(monkeypatch: pytest.MonkeyPatch) -> None:
