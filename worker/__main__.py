@@ -14,11 +14,12 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
+from kernels.cpu import library as cpu_library
 from observability.logs import setup_logging
 from observability.membership import joined
 from shared.config import parse_service
 from shared.ids import new_incarnation, new_process_id
-from shared.lifecycle import run
+from shared.lifecycle import StartupError, run
 from shared.messages import Capacity
 from shared.model_name import model_name
 from worker.config import WorkerConfig
@@ -47,6 +48,10 @@ def load_runner(config: WorkerConfig) -> Runner:
             grammars=False,
         )
         return SimulatedRunner(capacity, StepTime(config.simulate_base_us, config.simulate_token_us))
+    try:
+        cpu_library.find()
+    except cpu_library.IsaError as error:
+        raise StartupError(str(error)) from None
     # Threads of a parallel region spin for a short while only. On cores shared with gateway, NATS and scheduler the
     # default, to spin for long, makes a step many times slower whenever one thread is descheduled.
     os.environ.setdefault("GOMP_SPINCOUNT", "2000")
