@@ -10,7 +10,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from observability import conventions as names
-from observability.lean_metrics import LeanCounter, LeanHistogram
+from observability.lean_metrics import LeanHistogram, lean_counter
 
 TTFT_BUCKETS_S = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
@@ -106,7 +106,7 @@ class GatewayMetrics:
         self.prompt_tokens = Counter(
             "vllm:prompt_tokens", "Prompt tokens of accepted requests", ["model_name"], registry=registry
         ).labels(model)
-        self.generation_tokens = LeanCounter(
+        self.generation_tokens = lean_counter(
             registry, "vllm:generation_tokens", "Tokens generated for clients", ("model_name", model)
         )
         self.time_to_first_token = labelled(

@@ -10,22 +10,52 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 
-class LeanCounter:
-    """A counter with one label, whose value is fixed: ``value`` is simply added to."""
+class LeanNumber:
+    """One sample of a counter or a gauge: ``value`` is simply added to, or set."""
 
-    def __init__(self, registry: CollectorRegistry, name: str, text: str, label: tuple[str, str]) -> None:
-        self.value = 0
-        self._name, self._text, self._label = name, text, label
-        self.label_names = (label[0],)
+    __slots__ = ("value",)
+
+    def __init__(self) -> None:
+        self.value: float = 0
+
+
+class _Numbers:
+    """Exposes numbers as one metric, told apart by a label unless it is empty."""
+
+    def __init__(
+        self, registry: CollectorRegistry, kind: type[CounterMetricFamily] | type[GaugeMetricFamily], name: str,
+        text: str, label: str, values: Sequence[str],
+    ) -> None:  # fmt: skip
+        self._kind, self._name, self._text = kind, name, text
+        self.label_names = (label,) if label else ()
+        self.numbers = {value: LeanNumber() for value in values}
         registry.register(self)
 
     def collect(self) -> Iterator[Metric]:
-        family = CounterMetricFamily(self._name, self._text, labels=[self._label[0]])
-        family.add_metric([self._label[1]], self.value)
+        family = self._kind(self._name, self._text, labels=self.label_names)
+        for value, number in self.numbers.items():
+            family.add_metric([value] if self.label_names else [], number.value)
         yield family
+
+
+def lean_counter(registry: CollectorRegistry, name: str, text: str, label: tuple[str, str] | None = None) -> LeanNumber:
+    """A counter without a label, or with one whose value is fixed."""
+    key, value = label or ("", "")
+    return _Numbers(registry, CounterMetricFamily, name, text, key, (value,)).numbers[value]
+
+
+def lean_counters(
+    registry: CollectorRegistry, name: str, text: str, label: str, values: Sequence[str]
+) -> dict[str, LeanNumber]:
+    """A counter with a label, by its values."""
+    return _Numbers(registry, CounterMetricFamily, name, text, label, values).numbers
+
+
+def lean_gauge(registry: CollectorRegistry, name: str, text: str) -> LeanNumber:
+    return _Numbers(registry, GaugeMetricFamily, name, text, "", ("",)).numbers[""]
 
 
 class LeanHistogram:

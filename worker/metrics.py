@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client import CollectorRegistry, Counter
 
-from observability.lean_metrics import LeanHistogram
+from observability.lean_metrics import LeanHistogram, lean_counter, lean_counters, lean_gauge
 
 _STEP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4)
 _GAP_BUCKETS = (0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5)
@@ -14,8 +14,8 @@ _TOKEN_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384
 
 class WorkerMetrics:
     def __init__(self, registry: CollectorRegistry, model: str) -> None:
-        def counter(name: str, text: str, labels: tuple[str, ...] = (), unit: str = "") -> Counter:
-            return Counter(name, text, labels, unit=unit, registry=registry)
+        def counter(name: str, text: str) -> Counter:
+            return Counter(name, text, registry=registry)
 
         def histogram(
             name: str, text: str, buckets: tuple[float, ...], label: tuple[str, str] | None = None
@@ -29,21 +29,22 @@ class WorkerMetrics:
             "headrace_idle_gap_seconds", "How long the step loop was blocked for want of a plan while work waited",
             _GAP_BUCKETS,
         )  # fmt: skip
-        self.busy_seconds = counter(
-            "headrace_worker_busy_seconds", "Time spent in iterations; its rate is the busy share", unit="seconds"
+        self.busy_seconds = lean_counter(
+            registry, "headrace_worker_busy_seconds", "Time spent in iterations; its rate is the busy share"
         )
         self.batch_size = histogram("headrace_batch_size", "Sequences in an iteration", _BATCH_BUCKETS)
         self.iteration_tokens = histogram(
             "vllm:iteration_tokens_total", "Tokens computed in an iteration, padding included", _TOKEN_BUCKETS,
             ("model_name", model),
         )  # fmt: skip
-        rows = counter("headrace_worker_rows", "Rows of the forward passes by kind", ("kind",))
-        self.rows = {kind: rows.labels(kind) for kind in ("prefill", "decode", "padding")}
-        self.slots = Gauge("headrace_worker_slots", "Sequences in the batch that have not ended", registry=registry)
-        self.kv_bytes_copied = Gauge(
-            "headrace_kv_copied_bytes", "KV bytes copied since start; joining and leaving copy none", unit="bytes",
-            registry=registry,
+        self.rows = lean_counters(
+            registry, "headrace_worker_rows", "Rows of the forward passes by kind", "kind",
+            ("prefill", "decode", "padding"),
         )  # fmt: skip
+        self.slots = lean_gauge(registry, "headrace_worker_slots", "Sequences in the batch that have not ended")
+        self.kv_bytes_copied = lean_gauge(
+            registry, "headrace_kv_copied_bytes", "KV bytes copied since start; joining and leaving copy none"
+        )
         self.stale_plans = counter("headrace_stale_plans", "Plans ignored: of an older epoch or another incarnation")
         self.plan_gaps = counter("headrace_plan_gaps", "Times a plan was missing and asked for")
         self.results_resent = counter("headrace_results_resent", "Results sent again on request")

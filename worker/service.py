@@ -175,19 +175,19 @@ class WorkerService:
     def _observe(self, executed: Executed) -> None:
         result = executed.result
         self._metrics.step_seconds.observe(result.forward_us / 1e6)
-        self._metrics.busy_seconds.inc(result.forward_us / 1e6)
+        self._metrics.busy_seconds.value += result.forward_us / 1e6
         if executed.plan.backlog:
             self._metrics.idle_gap_seconds.observe(result.gap_us / 1e6)
         prefill = sum(count for _, count in executed.plan.chunks)
         rows = self._metrics.rows
-        rows["prefill"].inc(prefill)
-        rows["decode"].inc(result.rows - prefill - result.padding_rows)
-        rows["padding"].inc(result.padding_rows)
+        rows["prefill"].value += prefill
+        rows["decode"].value += result.rows - prefill - result.padding_rows
+        rows["padding"].value += result.padding_rows
         self._metrics.batch_size.observe(len(executed.rows))
         self._metrics.iteration_tokens.observe(result.rows)
-        self._metrics.kv_bytes_copied.set(result.kv_bytes_copied)
+        self._metrics.kv_bytes_copied.value = result.kv_bytes_copied
         if self._loop is not None:
-            self._metrics.slots.set(self._loop.num_slots)
+            self._metrics.slots.value = self._loop.num_slots
             if not self._loop.num_slots:
                 self._quiet.set()
         if self._tracing.enabled:

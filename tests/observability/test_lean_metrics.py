@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import random
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from observability.lean_metrics import LeanCounter, LeanHistogram
+from observability.lean_metrics import LeanHistogram, lean_counter, lean_counters, lean_gauge
 
 BOUNDS = (0.001, 0.01, 0.25, 1.0, 40.0)
 
@@ -20,13 +20,13 @@ def test_same_exposition_as_the_library() -> None:
     library, lean = CollectorRegistry(), CollectorRegistry()
     counter = Counter("x:tokens", "Tokens", ["model_name"], registry=library).labels("m")
     histogram = Histogram("x:seconds", "Seconds", ["model_name"], buckets=BOUNDS, registry=library).labels("m")
-    lean_counter = LeanCounter(lean, "x:tokens", "Tokens", ("model_name", "m"))
+    lean_tokens = lean_counter(lean, "x:tokens", "Tokens", ("model_name", "m"))
     lean_histogram = LeanHistogram(lean, "x:seconds", "Seconds", ("model_name", "m"), BOUNDS)
     assert exposed(lean) == exposed(library)
     rng = random.Random(0)
     for value in (*BOUNDS, *(rng.uniform(0, 60) for _ in range(100))):  # bounds are inclusive
         counter.inc(3)
-        lean_counter.value += 3
+        lean_tokens.value += 3
         histogram.observe(value)
         lean_histogram.observe(value)
     assert exposed(lean) == exposed(library)
@@ -39,4 +39,21 @@ def test_without_a_label_too() -> None:
     for value in (0.5, 0.25, 100.0):
         histogram.observe(value)
         lean_histogram.observe(value)
+    assert exposed(lean) == exposed(library)
+
+
+def test_several_values_of_a_label_and_gauges() -> None:
+    library, lean = CollectorRegistry(), CollectorRegistry()
+    rows = Counter("x_rows", "Rows", ["kind"], registry=library)
+    busy, level = Counter("x_busy", "Busy", registry=library), Gauge("x_level", "Level", registry=library)
+    kinds = {kind: rows.labels(kind) for kind in ("prefill", "decode")}
+    lean_rows = lean_counters(lean, "x_rows", "Rows", "kind", ("prefill", "decode"))
+    lean_busy, lean_level = lean_counter(lean, "x_busy", "Busy"), lean_gauge(lean, "x_level", "Level")
+    assert exposed(lean) == exposed(library)
+    kinds["decode"].inc(7)
+    busy.inc(0.25)
+    level.set(3)
+    lean_rows["decode"].value += 7
+    lean_busy.value += 0.25
+    lean_level.value = 3
     assert exposed(lean) == exposed(library)
