@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 from gateway.config import GatewayConfig
 from observability.logs import setup_logging
+from observability.startup import start_up
 from shared.config import parse_service
 from shared.lifecycle import run
 
@@ -19,6 +20,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     # transformers imports torch where it is installed: seconds and hundreds of megabytes that no tokenizer needs.
     if "torch" not in sys.modules:
         sys.modules["torch"] = None  # type: ignore[assignment]
+
+    start_up.ended("imports")
 
     async def body(stop: asyncio.Event) -> None:
         from gateway.service import serve

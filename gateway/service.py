@@ -26,6 +26,7 @@ from gateway.metrics import GatewayMetrics
 from gateway.tokenizer import PromptTokenizer
 from observability.listener import InternalListener
 from observability.loop_lag import watch_loop_lag
+from observability.startup import start_up
 from observability.tracing import Tracing
 from shared.bus import Bus, BusUnavailable, NatsBus
 from shared.ids import new_process_id
@@ -142,6 +143,7 @@ async def _idle(gateway: Gateway, within_s: float) -> bool:
 
 async def serve(config: GatewayConfig, stop: asyncio.Event) -> None:
     """The gateway process, from its configuration to its end."""
+    start_up.ended("imports")
     check_files(config)  # before anything is loaded
     listener = listen(config.host, config.port)
     with contextlib.ExitStack() as stack:
@@ -153,6 +155,7 @@ async def serve(config: GatewayConfig, stop: asyncio.Event) -> None:
             PromptTokenizer.load, config.model, config.tokenizer_threads, config.tool_call_parser
         )
         stack.callback(tokenizer.close)
+        start_up.ended("tokenizer")
         gateway_id = new_process_id("gateway")
         tracing = Tracing("gateway", gateway_id, config.otlp_endpoint, config.trace_sampling)
         try:
@@ -173,6 +176,8 @@ async def serve(config: GatewayConfig, stop: asyncio.Event) -> None:
             )  # fmt: skip
             gc.collect()
             gc.freeze()  # what was loaded stays: a full collection that walks it stops every stream for 0.1 s and more
+            start_up.ended("bus")
+            log.info("%s", start_up.line())
             await run_gateway(gateway, listener, stop, config.drain_grace_s)
         finally:
             await _close(bus, tracing)

@@ -15,6 +15,7 @@ import torch
 
 from kernels.contract import Geometry, LayerAttention, LayerCache, RaggedBatch
 from kernels.elementwise import VECTOR, elementwise
+from kernels.pages import zeros
 from kernels.tile_attention import attend_tiles
 from kernels.tiling import QUERY_BLOCK, Items, Pairs, chunk_items, decode_items, pair_groups, visible_keys
 
@@ -84,7 +85,7 @@ class ReferenceAttention:
     def allocate(self, num_pages: int) -> LayerCache:
         g = self.geometry
         shape = (num_pages, g.num_kv_heads, g.block_size, g.head_dim)
-        key, value = (torch.zeros(shape, dtype=self.dtype, device=self.device).transpose(1, 2) for _ in range(2))
+        key, value = (zeros(shape, self.dtype, self.device).transpose(1, 2) for _ in range(2))
         return LayerCache(key, value)
 
     # --- once per forward pass ---------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from prometheus_client import CollectorRegistry
 from kernels.cpu import library as cpu_library
 from observability.logs import setup_logging
 from observability.membership import joined
+from observability.startup import start_up
 from shared.config import parse_service
 from shared.ids import new_incarnation, new_process_id
 from shared.lifecycle import StartupError, run
@@ -55,8 +56,12 @@ def load_runner(config: WorkerConfig) -> Runner:
     # Threads of a parallel region spin for a short while only. On cores shared with gateway, NATS and scheduler the
     # default, to spin for long, makes a step many times slower whenever one thread is descheduled.
     os.environ.setdefault("GOMP_SPINCOUNT", "2000")
-    from worker.torch_runner import load_torch_runner  # torch only where a model is really run
+    import torch  # noqa: F401  only where a model is really run
 
+    start_up.ended("torch")
+    from worker.torch_runner import load_torch_runner
+
+    start_up.ended("transformers")
     return load_torch_runner(config)
 
 
@@ -96,6 +101,7 @@ async def serve(config: WorkerConfig, stop: asyncio.Event) -> None:
             config, name, new_incarnation(), member.step_bus, member.bus, metrics, member.tracing
         )  # fmt: skip
         await service.listen()
+        start_up.ended("bus")
         async with asyncio.TaskGroup() as group:
             serving = group.create_task(service.run(stop))
             loading = _load_in_background(config)
@@ -107,6 +113,7 @@ async def serve(config: WorkerConfig, stop: asyncio.Event) -> None:
                 gc.freeze()  # what was loaded stays: a full collection need not walk it
                 service.attach(loading.result())
                 log.info("worker %s serves %s", name, loading.result().capacity.model)
+                log.info("%s", start_up.line())
             await serving
             stopped.cancel()
 
@@ -114,6 +121,7 @@ async def serve(config: WorkerConfig, stop: asyncio.Event) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     config = parse_service(WorkerConfig, "worker", "headrace worker", argv)
     setup_logging("worker", config.log_level)
+    start_up.ended("imports")
     return run(lambda stop: serve(config, stop))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -84,11 +85,36 @@ def pool_size(
 def budget_bytes(device: torch.device, kv_cache_memory: int, gpu_memory_utilization: float) -> int:
     """Bytes for keys and values: on a CPU as told, on a GPU what the share leaves beside what is in use already."""
     if device.type != "cuda":
+        _check_available(kv_cache_memory)
         return kv_cache_memory
     if gpu_memory_utilization > HIGH_UTILIZATION:
         log.warning("gpu-memory-utilization %.2f leaves little room for activations", gpu_memory_utilization)
     free, total = torch.cuda.mem_get_info(device)
     return max(0, int(total * gpu_memory_utilization) - (total - free))
+
+
+def _check_available(wanted: int) -> None:
+    """Pages take memory only as they are written: what is not there must be said now. Raises StartupError."""
+    available = _available_bytes()
+    if available is not None and wanted > available:
+        gib = 1 << 30
+        raise StartupError(f"kv-cache-memory is {wanted / gib:,.1f} GiB; {available / gib:,.1f} GiB are available")
+
+
+def _available_bytes() -> int | None:
+    """What the machine can still give, or this process's control group if that is less; None where nobody says."""
+    known = []
+    try:
+        lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        known.append(int(lines["MemAvailable"].split()[0]) * 1024)
+    except (OSError, ValueError, KeyError):
+        pass
+    try:
+        group = Path("/sys/fs/cgroup")
+        known.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
+    except (OSError, ValueError):  # ValueError: "max"
+        pass
+    return min(known, default=None)
 
 
 class KVCache:

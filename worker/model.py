@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from kernels.contract import Geometry, LayerAttention
 from kernels.cpu.decoder import DecoderWeights
 from kernels.cpu.library import Library
+from observability.startup import start_up
 from shared.lifecycle import StartupError
 from worker import attention, decoder, experts
 from worker.admissible import TrialPass, check_config, rope_limit
@@ -95,6 +96,7 @@ def load_model(
     module = _weights(model, config, kind)
     module.to(target)
     module.eval().requires_grad_(False)
+    start_up.ended("weights")
     reason = _not_native(model, module, kind, target, library, block_size)
     if reason and quantize != "none":
         raise StartupError(f"model {model!r} can't be quantised to {quantize} here: {reason}")

@@ -16,6 +16,7 @@ import torch
 from kernels.contract import AttentionKernel, Geometry, RaggedBatch
 from kernels.elementwise import aligned_rows
 from kernels.reference import ReferenceAttention
+from observability.startup import start_up
 from shared.beams import candidates_wanted
 from shared.config import size_bytes
 from shared.grammar import GrammarError
@@ -95,6 +96,7 @@ class TorchRunner:
         if num_threads is not None:
             torch.set_num_threads(num_threads)
         loaded = load_model(os.fspath(model), dtype, device)
+        start_up.ended("packing and trial pass")
         geometry = Geometry(loaded.num_heads, loaded.num_kv_heads, loaded.head_dim, block_size)
         size = pool_size(
             budget_bytes(loaded.device, kv_cache_memory, gpu_memory_utilization),
@@ -108,9 +110,11 @@ class TorchRunner:
         folder = os.fspath(model)
         grammars = Grammars(lambda: load_engine_tokenizer(folder, loaded.vocab_size, loaded.eos_token_ids))
         runner = cls(loaded, kernel, size, served_model_name or folder, grammars, swap_space)
+        start_up.ended("KV cache")
         log.info("%s", size.describe())
         if self_check and loaded.dtype != torch.float64 and not rows_keep_their_bits(runner):
             log.warning("on this machine a row's bits depend on the rows beside it: tokens may differ between runs")
+        start_up.ended("self-check")
         return runner
 
     def forward(self, batch: Batch, step: Step) -> Sampled:
