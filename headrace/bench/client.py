@@ -52,11 +52,14 @@ class Taken:
 class Client:
     """Asks one mesh. Cancelling :meth:`ask` closes its connection, which is how a client gives a request up."""
 
-    def __init__(self, url: str, model: str) -> None:
+    def __init__(self, url: str, model: str, keep_alive: bool = True) -> None:
+        """``keep_alive`` False: a connection for each request, for servers that close theirs without a word."""
         address = urlsplit(url)
         self._host, self._port = address.hostname or "", address.port or 80
         self._model = model
         self._head = f"POST /v1/completions HTTP/1.1\r\nhost: {address.netloc}\r\ncontent-type: application/json\r\n"
+        if not keep_alive:
+            self._head += "connection: close\r\n"
         self._idle: list[_Connection] = []
 
     async def ask(self, shot: Shot, taken: Taken) -> None:
@@ -166,8 +169,11 @@ class _Connection(asyncio.Protocol):
         for frame in frames:
             if frame.startswith(b'data: {"error"'):
                 taken.error = frame.decode(errors="replace")[:200]
-            elif b'"choices":[]' in frame:
-                taken.completion_tokens = json.loads(frame[6:])["usage"]["completion_tokens"]
+            elif b'"usage":{' in frame:  # in a frame of its own, or in that of the end
+                last = json.loads(frame[6:])
+                taken.completion_tokens = last["usage"]["completion_tokens"]
+                if any(choice["text"] for choice in last["choices"]):
+                    taken.text_s.append(self._now_s)
             elif frame.startswith(b"data: {"):
                 taken.text_s.append(self._now_s)
 

@@ -80,6 +80,34 @@ def test_a_whole_answer_has_the_time_of_each_piece_and_its_usage() -> None:
     assert len(taken.itl_s) == 2
 
 
+def test_usage_may_come_with_the_last_text_or_with_the_empty_end() -> None:
+    last = '{"choices":[{"index":0,"text":"%s"}],"usage":{"completion_tokens":3}}'
+    for text, pieces in (("a", 2), ("", 1)):
+        taken = taken_from(HEAD + chunk(TEXT) + chunk(last % text, "[DONE]") + b"0\r\n\r\n")
+        assert (taken.error, taken.completion_tokens, len(taken.text_s)) == ("", 3, pieces)
+
+
+def test_without_keep_alive_each_request_says_so_and_has_a_connection_of_its_own() -> None:
+    heads: list[bytes] = []
+
+    async def reply(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        heads.append(head)
+        writer.write(HEAD.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n"))
+        writer.write(chunk(TEXT) + chunk(usage(3), "[DONE]") + b"0\r\n\r\n")
+
+    async def ask_twice(client: Client) -> None:
+        once = Client(f"http://127.0.0.1:{client._port}", "m", keep_alive=False)
+        for _ in range(2):
+            taken = Taken(3, time.perf_counter())
+            await once.ask(SHOT, taken)
+            assert taken.error == ""
+        once.close()
+
+    assert run(reply, ask_twice) == 2
+    assert all(b"\r\nconnection: close\r\n" in head for head in heads)
+
+
 class Sink(asyncio.Transport):
     """Takes what is written to it."""
 
