@@ -129,6 +129,7 @@ FUNCTIONS: Mapping[str, tuple[Any, Sequence[Any]]] = {
     "headrace_attention": (None, (c_void_p, c_void_p)),
     "headrace_linear": (None, (c_void_p, c_int, c_void_p, c_int64, c_int, c_void_p, c_int64)),
     "headrace_pack": (None, (c_int, c_void_p, c_int64, c_int, c_int, c_int, c_void_p, c_void_p)),
+    "headrace_sample": (None, (c_void_p,)),
 }
 """What is called: name -> (type of the result, types of the arguments)."""
 
