@@ -18,10 +18,13 @@ class WorkerConfig(MeshConfig):
     worker_id: str = option("", "name of this worker on the bus (default: a random one)")
     dtype: str = option(
         "auto",
-        "weights and KV cache; auto: bfloat16 on a GPU, float32 on a CPU",
+        "weights and KV cache; auto: bfloat16 on a GPU and on a CPU that multiplies it (AVX512-BF16), else float32",
         choices=("auto", "float32", "bfloat16", "float16", "float64"),
     )
     device: str = option("auto", "auto takes a GPU where there is one", choices=("auto", "cpu", "cuda"))
+    quantize: str = option(
+        "none", "weights on a CPU: int8 halves what a step reads, and rounds them", choices=("none", "int8")
+    )
     block_size: int = option(16, "tokens per KV block", check=between(1, 1024))
     max_model_len: int | None = option(
         None, "longest prompt + output, in tokens (default: the model's own limit); clamped to the KV pool",

@@ -111,7 +111,9 @@ def load_model(
     eos_token_ids = _eos_token_ids(module)
     native = None
     if not reason and library is not None:
-        native, reason = _native(library, module, Geometry(heads, kv_heads, head_dim, block_size), trial, kind, quantize)
+        native, reason = _native(
+            library, module, Geometry(heads, kv_heads, head_dim, block_size), trial, kind, quantize
+        )
         if native is None:  # its weights are gone: once more, for the other way
             log.info("%s runs module by module: %s", model, reason)
             return load_model(model, dtype, device, None, block_size)

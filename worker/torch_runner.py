@@ -14,6 +14,9 @@ import numpy.typing as npt
 import torch
 
 from kernels.contract import AttentionKernel, Geometry, RaggedBatch
+from kernels.cpu import library as cpu_library
+from kernels.cpu.attention import CpuAttention, refusal
+from kernels.cpu.decoder import CpuDecoder
 from kernels.elementwise import aligned_rows
 from kernels.reference import ReferenceAttention
 from observability.startup import start_up
@@ -56,6 +59,7 @@ class TorchRunner:
         self.size = size
         host_blocks = swap_space // (size.bytes_per_token * size.block_size)
         self.cache = KVCache(kernel, len(model.layers), size.num_blocks, host_blocks)
+        self.decoder = self._decoder()
         self.kv_bytes_copied = 0
         self.swap_us = 0
         self.capacity = Capacity(
@@ -86,6 +90,7 @@ class TorchRunner:
         served_model_name: str | None = None,
         num_threads: int | None = None,
         swap_space: int = 0,
+        quantize: str = "none",
         self_check: bool = True,
     ) -> TorchRunner:
         """Load a model and its KV cache. Raises StartupError, one line, if that can't be.
@@ -95,7 +100,11 @@ class TorchRunner:
         """
         if num_threads is not None:
             torch.set_num_threads(num_threads)
-        loaded = load_model(os.fspath(model), dtype, device)
+        on_cpu = device == "cpu" or (device == "auto" and not torch.cuda.is_available())
+        library = cpu_library.load() if on_cpu else None
+        if library is not None:
+            library.c.headrace_set_threads(torch.get_num_threads())
+        loaded = load_model(os.fspath(model), dtype, device, library, block_size, quantize)
         start_up.ended("packing and trial pass")
         geometry = Geometry(loaded.num_heads, loaded.num_kv_heads, loaded.head_dim, block_size)
         size = pool_size(
@@ -106,7 +115,11 @@ class TorchRunner:
             max_model_len,
             num_blocks,
         )
-        kernel = ReferenceAttention(geometry, loaded.dtype, loaded.device)
+        kernel: AttentionKernel
+        if library is None or refusal(geometry, loaded.dtype, loaded.device):
+            kernel = ReferenceAttention(geometry, loaded.dtype, loaded.device)
+        else:
+            kernel = CpuAttention(library, geometry, loaded.dtype)
         folder = os.fspath(model)
         grammars = Grammars(lambda: load_engine_tokenizer(folder, loaded.vocab_size, loaded.eos_token_ids))
         runner = cls(loaded, kernel, size, served_model_name or folder, grammars, swap_space)
@@ -116,6 +129,16 @@ class TorchRunner:
             log.warning("on this machine a row's bits depend on the rows beside it: tokens may differ between runs")
         start_up.ended("self-check")
         return runner
+
+    def _decoder(self) -> CpuDecoder | None:
+        """Where the C++ library knows the model's shape: a whole pass in one call."""
+        native = self.model.native
+        if native is None or not isinstance(self.kernel, CpuAttention):
+            return None
+        rotations = native.rotations(self.size.max_model_len)
+        return CpuDecoder(
+            self.kernel.library, native.weights, self.kernel.geometry, self.model.layers, self.cache.layers, *rotations
+        )
 
     def forward(self, batch: Batch, step: Step) -> Sampled:
         """See :meth:`worker.runner.Runner.forward`."""
@@ -216,13 +239,17 @@ class TorchRunner:
 
         Then those of the leading query tokens that ``prompts`` names: (index in ``rows``, row, how many).
         """
-        count = sum(row.count for row in rows)
-        filled = aligned_rows(count, MIN_ROWS, self.model.row_widths, torch.get_num_threads())
-        tokens, positions, ragged = _assemble(batch, rows, filled - count, self.size)
+        fillers = 0
+        if self.decoder is None:
+            count = sum(row.count for row in rows)
+            fillers = aligned_rows(count, MIN_ROWS, self.model.row_widths, torch.get_num_threads()) - count
+        tokens, positions, ragged = _assemble(batch, rows, fillers, self.size)
         keep = ragged.query_start[1 : len(rows) + 1][[row.sample for row in rows]] - 1
         if prompts:
             starts = ragged.query_start
             keep = np.concatenate([keep, *(starts[index] + np.arange(wanted) for index, _, wanted in prompts)])
+        if self.decoder is not None:
+            return self.decoder.forward(tokens, positions, ragged, keep)
         return self._run(tokens, positions, ragged, keep)
 
     def _run(
@@ -268,8 +295,11 @@ def load_torch_runner(config: WorkerConfig) -> TorchRunner:
         served_model_name=model_name(config.model, config.served_model_name),
         num_threads=config.threads or None,
         swap_space=size_bytes(config.swap_space),
+        quantize=config.quantize,
     )
     runner.grammars.warm()
+    if runner.decoder is not None:
+        torch.set_num_threads(1)  # the library has threads of its own, and what torch still does is not worth a second
     return runner
 
 

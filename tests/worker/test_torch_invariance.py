@@ -96,7 +96,7 @@ def test_the_self_check_notices_rows_that_lean_on_each_other(
 
     class Loading:
         def __call__(self, *args, **kwargs):  # type: ignore[no-untyped-def]
-            model = load_model(*args, **kwargs)
+            model = load_model(*args[:3])  # module by module, without the C++ library
             for module in list(model.module.modules()):
                 for child in module.children():
                     if isinstance(child, PackedLinear):

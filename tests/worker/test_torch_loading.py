@@ -147,7 +147,9 @@ def test_rope_that_looks_at_the_whole_batch_limits_the_length(tmp_path: Path) ->
 
 def test_capacity_tells_what_the_runner_can_do(tiny_model: MakeModel) -> None:
     folder = tiny_model("llama")
-    runner = load_torch_runner(WorkerConfig(model=str(folder), kv_cache_memory="1MiB", max_model_len=500))
+    runner = load_torch_runner(
+        WorkerConfig(model=str(folder), dtype="float32", kv_cache_memory="1MiB", max_model_len=500)
+    )
     capacity = runner.capacity
     assert capacity.model == folder.name
     assert capacity.kv_bytes_per_token == 2 * 2 * 2 * 16 * 4  # K and V, layers, heads, size, float32
@@ -160,7 +162,7 @@ def test_capacity_tells_what_the_runner_can_do(tiny_model: MakeModel) -> None:
 
 def test_the_pool_is_described_at_start(tiny_model: MakeModel, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
-        TorchRunner.load(tiny_model("llama"), num_blocks=100, max_model_len=400)
+        TorchRunner.load(tiny_model("llama"), dtype="float32", num_blocks=100, max_model_len=400)
     assert (
         "KV cache: 100 pages of 16 tokens = 1,600 tokens, 1 MiB; 4 sequences of the full 400 tokens fit" in caplog.text
     )

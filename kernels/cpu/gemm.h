@@ -1,0 +1,196 @@
+// Matrix products with packed weights: out[m, n] = sum over k of a[m, k] * weight[n, k].
+//
+// A row's sums run over k in one order, in one accumulator per output, whatever rows stand beside it: so a row has the
+// same bits alone and in any batch (DESIGN 9). Rows are taken up to MR at once and columns 32 at a time, as many
+// accumulators as registers hold (Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication", 2008).
+//
+// A packed weight is a row of panels, each of 32 columns: for each unit of k (four bytes: one float, or two bf16) the
+// unit of every column, 128 bytes. Panels follow one another in memory: a step reads its weights as one stream.
+// int8 weights have 2 bytes a unit (two k), and one float scale a column; they become bf16 (exactly) panel by panel.
+#pragma once
+
+#include "pool.h"
+#include "vec.h"
+
+namespace HEADRACE_ISA {
+
+using headrace::Crew;
+using headrace::Pool;
+
+constexpr int PANEL = 32;  // columns
+
+#if defined(__AVX512F__)
+constexpr int MR = 12, NV = 2;  // 24 of 32 registers accumulate
+#elif defined(__AVX2__)
+constexpr int MR = 6, NV = 2;  // 12 of 16
+#else
+constexpr int MR = 4, NV = 2;
+#endif
+
+// acc[r][j] += A's row r times the columns of b[j], over `units` units.
+template <class T, int ROWS, int COLS>
+inline __attribute__((always_inline)) void multiply(const char* a, ptrdiff_t row_bytes, const char* const* b,
+                                                    ptrdiff_t unit_bytes, int units, vf (&acc)[ROWS][COLS]) {
+    const char* column[COLS];
+    for (int j = 0; j < COLS; ++j) column[j] = b[j];
+    for (int unit = 0; unit < units; ++unit) {
+        for (int r = 0; r < ROWS; ++r) {
+            auto x = Unit<T>::broadcast(a + r * row_bytes + 4 * unit);
+            for (int j = 0; j < COLS; ++j) acc[r][j] = Unit<T>::mac(acc[r][j], x, column[j]);
+        }
+        for (int j = 0; j < COLS; ++j) column[j] += unit_bytes;
+    }
+}
+
+// A group of COLS * W columns of a panel for ROWS rows, into tile [ROWS][PANEL] from column `first` on.
+template <class T, int ROWS>
+inline void multiply_group(const char* a, ptrdiff_t row_bytes, const char* panel, int units, int first, float* tile) {
+    vf acc[ROWS][NV];
+    for (int r = 0; r < ROWS; ++r)
+        for (int j = 0; j < NV; ++j) acc[r][j] = vzero();
+    const char* b[NV];
+    for (int j = 0; j < NV; ++j) b[j] = panel + 4 * (first + j * W);
+    multiply<T, ROWS, NV>(a, row_bytes, b, 4 * PANEL, units, acc);
+    for (int r = 0; r < ROWS; ++r)
+        for (int j = 0; j < NV; ++j) vstore(tile + r * PANEL + first + j * W, acc[r][j]);
+}
+
+template <class T, int ROWS>
+struct Rows {
+    static void multiply_panel(int rows, const char* a, ptrdiff_t row_bytes, const char* panel, int units, float* tile) {
+        if (rows < ROWS) return Rows<T, ROWS - 1>::multiply_panel(rows, a, row_bytes, panel, units, tile);
+        for (int first = 0; first < PANEL; first += NV * W)
+            multiply_group<T, ROWS>(a, row_bytes, panel, units, first, tile);
+    }
+};
+
+template <class T>
+struct Rows<T, 0> {
+    static void multiply_panel(int, const char*, ptrdiff_t, const char*, int, float*) {}
+};
+
+enum class Format : int { plain = 0, int8 = 1 };
+
+struct Weight {
+    const char* panels = nullptr;
+    const float* scales = nullptr;  // [n], int8
+    const void* bias = nullptr;     // [n] of T, or none
+    int n = 0, k = 0;
+    Format format = Format::plain;
+
+    int num_panels() const { return (n + PANEL - 1) / PANEL; }
+};
+
+template <class T>
+inline int units_of(int k) {
+    return (k + Unit<T>::values - 1) / Unit<T>::values;
+}
+
+template <class T>
+inline size_t panel_bytes(const Weight& w) {
+    size_t full = size_t(units_of<T>(w.k)) * 4 * PANEL;
+    return w.format == Format::int8 ? full / 4 * Unit<T>::values : full;
+}
+
+// One int8 panel as a panel of T: whole numbers up to 127 are exact in bf16.
+template <class T>
+inline void expand_panel(const char* source, int units, char* target) {
+    const int8_t* from = (const int8_t*)source;
+    T* to = (T*)target;
+    size_t count = size_t(units) * Unit<T>::values * PANEL;
+    for (size_t i = 0; i < count; i += W) vstore(to + i, vfrom_int8(from + i));
+}
+
+// Panel `index` of w times all `rows` of a; store(row, tile row of PANEL floats) for each row, in order.
+template <class T, class Store>
+inline void panel_product(const Weight& w, int index, const T* a, ptrdiff_t stride, int rows, char* scratch, Store&& store) {
+    const int units = units_of<T>(w.k);
+    const char* panel = w.panels + size_t(index) * panel_bytes<T>(w);
+    if (w.format == Format::int8) {
+        expand_panel<T>(panel, units, scratch);
+        panel = scratch;
+    }
+    alignas(64) float tile[MR * PANEL];
+    const int tiles = (rows + MR - 1) / MR;
+    for (int t = 0, row = 0; t < tiles; ++t) {
+        const int count = (rows - row) / (tiles - t);  // even shares: no tile of a single row at the end
+        Rows<T, MR>::multiply_panel(count, (const char*)(a + row * stride), stride * ptrdiff_t(sizeof(T)), panel, units, tile);
+        if (w.format == Format::int8) {
+            for (int c = 0; c < PANEL; c += W) {
+                const vf scale = vload(w.scales + index * PANEL + c);
+                for (int r = 0; r < count; ++r) {
+                    float* p = tile + r * PANEL + c;
+                    vstore(p, vmul(vload(p), scale));
+                }
+            }
+        }
+        if (w.bias) {
+            for (int c = 0; c < PANEL; c += W) {
+                const vf bias = vload((const T*)w.bias + index * PANEL + c);
+                for (int r = 0; r < count; ++r) {
+                    float* p = tile + r * PANEL + c;
+                    vstore(p, vadd(vload(p), bias));
+                }
+            }
+        }
+        for (int r = 0; r < count; ++r) store(row + r, tile + r * PANEL);
+        row += count;
+    }
+}
+
+// Tasks for the panels of a product: few rows make a panel's work short, so that several are taken at once.
+inline int panels_per_task(int rows, int num_panels, int threads) {
+    int wanted = rows >= 16 ? 1 : rows >= 4 ? 2 : 4;
+    int fair = num_panels / (4 * threads);
+    return wanted < fair ? wanted : fair < 1 ? 1 : fair;
+}
+
+// --- packing ---------------------------------------------------------------------------------------------------------
+
+// Panel `index` of a packed weight from rows [n][k] of T; columns past n and k past the end are zeros.
+template <class T>
+inline void pack_panel(const T* weight, ptrdiff_t stride, int n, int k, int index, char* panels) {
+    const int units = units_of<T>(k), values = Unit<T>::values;
+    T* out = (T*)(panels + size_t(index) * units * 4 * PANEL);
+    for (int c = 0; c < PANEL; ++c) {
+        const int column = index * PANEL + c;
+        for (int unit = 0; unit < units; ++unit)
+            for (int v = 0; v < values; ++v) {
+                const int at = unit * values + v;
+                T x = column < n && at < k ? weight[column * stride + at] : T{};
+                out[(size_t(unit) * PANEL + c) * values + v] = x;
+            }
+    }
+}
+
+// The same to int8: each column by its own largest magnitude over 127.
+template <class T>
+inline void pack_panel_int8(const T* weight, ptrdiff_t stride, int n, int k, int index, char* panels, float* scales) {
+    const int units = units_of<T>(k), values = Unit<T>::values;
+    int8_t* out = (int8_t*)(panels + size_t(index) * units * values * PANEL);
+    for (int c = 0; c < PANEL; ++c) {
+        const int column = index * PANEL + c;
+        float largest = 0;
+        if (column < n)
+            for (int at = 0; at < k; ++at) largest = std::fmax(largest, std::fabs(to_float(weight[column * stride + at])));
+        const float scale = largest / 127;
+        scales[column] = scale;
+        for (int unit = 0; unit < units; ++unit)
+            for (int v = 0; v < values; ++v) {
+                const int at = unit * values + v;
+                float x = column < n && at < k && scale > 0 ? to_float(weight[column * stride + at]) / scale : 0;
+                out[(size_t(unit) * PANEL + c) * values + v] = int8_t(std::lrintf(std::fmin(std::fmax(x, -127.f), 127.f)));
+            }
+    }
+}
+
+// Row `row` of a packed plain weight (an embedding that is tied to the head).
+template <class T>
+inline void unpack_row(const Weight& w, int row, T* out) {
+    const int units = units_of<T>(w.k), values = Unit<T>::values;
+    const T* panel = (const T*)(w.panels + size_t(row / PANEL) * panel_bytes<T>(w)) + (row % PANEL) * values;
+    for (int unit = 0; unit < units; ++unit)
+        for (int v = 0; v < values && unit * values + v < w.k; ++v) out[unit * values + v] = panel[size_t(unit) * PANEL * values + v];
+}
+
+}  // namespace HEADRACE_ISA
