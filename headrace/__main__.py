@@ -21,6 +21,7 @@ COMMANDS = {
     "worker": "run one worker (a model on a GPU or CPU)",
     "explain": "why a request took its time: a waterfall with causes",
     "bench": "measure throughput and latency, and compare scheduling policies",
+    "profile": "where the time of one step of a model goes, beside this machine's limits",
     "simulate": "run the scheduler in virtual time on modelled hardware; `simulate figures` checks claims",
     "capacity": "how many sequences a model and a GPU hold: weights, KV cache, pages",
     "tap": "print live bus traffic, and record it",
@@ -102,6 +103,10 @@ def _dispatch(command: str) -> Callable[[Sequence[str]], int]:
         from headrace.bench import main as bench
 
         return bench
+    if command == "profile":
+        from headrace.profile.main import main as profile
+
+        return profile
     if command == "simulate":
         from headrace.simulate.main import main as simulate
 
