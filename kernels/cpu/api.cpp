@@ -1,10 +1,10 @@
 // The library's C functions. Calls from several threads wait for one another: a worker has one step loop.
+#include <pthread.h>
 #include <sys/mman.h>
 
 #include <cstdlib>
 #include <cstring>
 #include <map>
-#include <memory>
 #include <mutex>
 
 #include "table.h"
@@ -53,18 +53,33 @@ const Isa* best() {
     return nullptr;
 }
 
+// All of this outlives the end of the process: its other threads may still be computing when main returns, so nothing
+// is destroyed.
+std::mutex& one_caller = *new std::mutex;
 const Isa* chosen = best();
-std::mutex one_caller;
-
-// A pool for each number of threads that was asked for; a decoder stays with its own. Threads of the others sleep.
-std::map<int, std::unique_ptr<headrace::Pool>> pools;
 int threads_wanted = 1;
 
+// A pool for each number of threads that was asked for; a decoder stays with its own. Threads of the others sleep.
+std::map<int, headrace::Pool*>& pools = *new std::map<int, headrace::Pool*>;
+
 headrace::Pool& the_pool() {
-    std::unique_ptr<headrace::Pool>& pool = pools[threads_wanted];
-    if (!pool) pool.reset(new headrace::Pool(threads_wanted));
+    headrace::Pool*& pool = pools[threads_wanted];
+    if (!pool) pool = new headrace::Pool(threads_wanted);
     return *pool;
 }
+
+// A fork waits for the step that runs, and the child can go on with what it has of decoders.
+void before_fork() {
+    one_caller.lock();
+    for (auto& pool : pools) pool.second->prepare_fork();
+}
+
+void after_fork(bool child) {
+    for (auto& pool : pools) pool.second->forked(child);
+    one_caller.unlock();
+}
+
+const int forks_seen = pthread_atfork(before_fork, [] { after_fork(false); }, [] { after_fork(true); });
 
 struct Made {
     const HeadraceTable* table;
@@ -76,10 +91,14 @@ struct Made {
 
 EXPORT int headrace_abi_version() { return ABI_VERSION; }
 
-EXPORT const char* headrace_isa() { return chosen->name; }
+EXPORT const char* headrace_isa() {
+    std::lock_guard<std::mutex> lock(one_caller);
+    return chosen->name;
+}
 
 // 0 if this CPU (or this build) lacks it.
 EXPORT int headrace_select_isa(const char* name) {
+    std::lock_guard<std::mutex> lock(one_caller);
     for (const Isa& isa : ISAS)
         if (!std::strcmp(isa.name, name) && isa.runs()) {
             chosen = &isa;
@@ -162,4 +181,7 @@ EXPORT void headrace_pack(int dtype, const void* source, int64_t stride, int n, 
     chosen->table->pack(the_pool(), dtype, source, stride, n, k, format, panels, scales);
 }
 
-EXPORT void headrace_sample(const HrSample* call) { chosen->table->sample(the_pool(), *call); }
+EXPORT void headrace_sample(const HrSample* call) {
+    std::lock_guard<std::mutex> lock(one_caller);
+    chosen->table->sample(the_pool(), *call);
+}

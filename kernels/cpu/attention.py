@@ -47,8 +47,18 @@ class CpuPlan:
     struct: Batch
 
 
+def contiguous(batch: RaggedBatch) -> RaggedBatch:
+    """The batch as the library reads it."""
+    return RaggedBatch(
+        np.ascontiguousarray(batch.query_start, dtype=np.int64),
+        np.ascontiguousarray(batch.visible, dtype=np.int64),
+        np.ascontiguousarray(batch.block_tables, dtype=np.int32),
+        np.ascontiguousarray(batch.write_slots, dtype=np.int64),
+    )
+
+
 def ragged_struct(batch: RaggedBatch) -> Batch:
-    """``HrBatch`` of a batch, whose arrays it points into."""
+    """``HrBatch`` of a :func:`contiguous` batch, whose arrays it points into."""
     struct = Batch()
     struct.query_start = batch.query_start.ctypes.data
     struct.visible = batch.visible.ctypes.data
@@ -81,12 +91,7 @@ class CpuAttention:
         return LayerCache(*(zeros(shape, self.dtype, torch.device("cpu")) for _ in range(2)))
 
     def plan(self, batch: RaggedBatch) -> CpuPlan:
-        batch = RaggedBatch(
-            np.ascontiguousarray(batch.query_start),
-            np.ascontiguousarray(batch.visible),
-            np.ascontiguousarray(batch.block_tables),
-            np.ascontiguousarray(batch.write_slots),
-        )
+        batch = contiguous(batch)
         return CpuPlan(batch, ragged_struct(batch))
 
     def attend(
@@ -99,6 +104,7 @@ class CpuAttention:
         layer: LayerAttention,
     ) -> torch.Tensor:
         g = self.geometry
+        self._check(plan, query, key, value)
         query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
         sinks = None if layer.sinks is None else layer.sinks.float().contiguous()
         out = torch.empty_like(query)
@@ -113,3 +119,10 @@ class CpuAttention:
         call.key_cache, call.value_cache = cache.key.data_ptr(), cache.value.data_ptr()
         self.library.c.headrace_attention(ctypes.byref(plan.struct), ctypes.byref(call))
         return out
+
+    def _check(self, plan: CpuPlan, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        """What the library would read past. Raises ValueError."""
+        g, tokens = self.geometry, plan.batch.num_tokens
+        for heads, x in ((g.num_heads, query), (g.num_kv_heads, key), (g.num_kv_heads, value)):
+            if x.shape != (tokens, heads, g.head_dim) or x.dtype != self.dtype:
+                raise ValueError(f"{tuple(x.shape)} in {x.dtype} is not {(tokens, heads, g.head_dim)} in {self.dtype}")

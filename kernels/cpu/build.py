@@ -41,11 +41,11 @@ if platform.machine().lower() in ("x86_64", "amd64"):
 
 FLAGS = (
     "-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno", "-pthread",
-    "-Wall", "-Wextra", "-Wno-unknown-warning-option", "-Wno-maybe-uninitialized",
+    "-Wall", "-Wextra", "-Wno-unknown-warning-option", "-Wno-maybe-uninitialized", "-Wno-uninitialized",
 )  # fmt: skip
 """Of every file. Never -march=native: a library must run on another machine than the one that built it. CXXFLAGS are
 not asked: flags such as -ffast-math would change results. GCC takes its own AVX-512 headers for uninitialised
-(https://gcc.gnu.org/bugzilla/show_bug.cgi?id=105593), hence the last one; clang does not know it."""
+(https://gcc.gnu.org/bugzilla/show_bug.cgi?id=105593), hence the last two; clang does not know the first of them."""
 
 LINK_FLAGS = ("-shared", "-pthread", *(("-Wl,-z,defs",) if sys.platform == "linux" else ()))
 

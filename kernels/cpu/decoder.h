@@ -155,7 +155,7 @@ class DecoderPass {
             const void* weight = head < m_.heads ? layer.query_norm : layer.key_norm;
             if (weight) rms_norm_row<T>(x, (const T*)weight, dim, m_.eps, x);
             if (layer.rotary) {
-                const int64_t position = std::min<int64_t>(c_.batch.positions[row], m_.positions - 1);
+                const int64_t position = std::min<int64_t>(std::max<int64_t>(c_.batch.positions[row], 0), m_.positions - 1);
                 const size_t at = size_t(position) * m_.rotary_stride;
                 rotate_head<T>(x, (const T*)m_.cos + at, (const T*)m_.sin + at, layer.rotary);
             }

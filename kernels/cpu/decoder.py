@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from kernels.contract import Geometry, LayerAttention, LayerCache, RaggedBatch
-from kernels.cpu.attention import DTYPES, ragged_struct
+from kernels.cpu.attention import DTYPES, contiguous, ragged_struct
 from kernels.cpu.library import Layer, Library, Model, Weight
 
 PANEL = 32
@@ -38,8 +38,10 @@ class PackedMatrix:
         self, library: Library, weight: torch.Tensor, bias: torch.Tensor | None = None, quantize: bool = False
     ) -> None:
         n, k = weight.shape
-        if weight.dtype not in DTYPES or k % 16:
+        if weight.dtype not in DTYPES or k % 16 or not n * k:
             raise ValueError(f"a weight of {n} x {k} in {weight.dtype} does not fit")
+        if bias is not None and bias.shape != (n,):
+            raise ValueError(f"a bias of {tuple(bias.shape)} does not fit a weight of {n} x {k}")
         weight = weight.detach()
         if weight.stride(1) != 1:
             weight = weight.contiguous()
@@ -48,7 +50,7 @@ class PackedMatrix:
         start = library.c.headrace_alloc(self.num_bytes)
         if not start:
             raise MemoryError(f"no {self.num_bytes:,} bytes for a weight")
-        weakref.finalize(self, library.c.headrace_free, start, self.num_bytes)
+        _at_the_end_of(self, library.c.headrace_free, start, self.num_bytes)
         self._scales = torch.zeros(panels * PANEL) if quantize else None
         self._bias = None
         if bias is not None:
@@ -62,13 +64,20 @@ class PackedMatrix:
         self._library = library
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """``[rows, k]`` to ``[rows, n]``."""
+        """``[rows, k]`` to ``[rows, n]``, in the weight's own type. Raises ValueError for anything else."""
+        if x.dim() != 2 or x.shape[1] != self.struct.k or DTYPES.get(x.dtype) != self.dtype:
+            raise ValueError(f"rows {tuple(x.shape)} in {x.dtype} do not fit a weight of {self.struct.k} columns")
         x = x.contiguous()
         out = torch.empty((len(x), self.struct.n), dtype=x.dtype)
         self._library.c.headrace_linear(
             ctypes.byref(self.struct), self.dtype, x.data_ptr(), x.stride(0), len(x), out.data_ptr(), self.struct.n
         )
         return out
+
+
+def _at_the_end_of(owner: object, function: Callable[..., None], *arguments: object) -> None:
+    """Call it when ``owner`` is gone; not when the process ends, since another thread may still compute then."""
+    weakref.finalize(owner, function, *arguments).atexit = False
 
 
 def interleave(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -152,7 +161,7 @@ class CpuDecoder:
         model.layer = layers
         handle = library.c.headrace_decoder_new(ctypes.byref(model))
         self._handle = handle
-        weakref.finalize(self, library.c.headrace_decoder_delete, handle)
+        _at_the_end_of(self, library.c.headrace_decoder_delete, handle)
 
     def forward(
         self,
@@ -161,8 +170,17 @@ class CpuDecoder:
         batch: RaggedBatch,
         keep: npt.NDArray[np.int64],
     ) -> torch.Tensor:
-        """``[T]`` token ids and positions to the logits ``[len(keep), vocab_size]`` of the rows in ``keep``."""
-        keep = np.ascontiguousarray(keep, dtype=np.int64)
+        """``[T]`` token ids and positions to the logits ``[len(keep), vocab_size]`` of the rows in ``keep``.
+
+        ``keep`` may name rows in any order, and more than once. An id or a position that there is none of is taken for
+        the nearest. Raises ValueError for arrays that don't fit one another.
+        """
+        keep, tokens, positions = (np.ascontiguousarray(x, dtype=np.int64) for x in (keep, tokens, positions))
+        batch = contiguous(batch)
+        if not len(tokens) == len(positions) == len(batch.write_slots) == batch.num_tokens == batch.query_start[-1]:
+            raise ValueError(f"{len(tokens)} tokens and {len(positions)} positions for {batch.num_tokens} queries")
+        if len(keep) and not (keep.min() >= 0 and keep.max() < len(tokens)):
+            raise ValueError(f"rows {keep.min()} to {keep.max()} are wanted of {len(tokens)}")
         logits = torch.empty((len(keep), self.weights.vocab_size), dtype=self.weights.dtype)
         struct = ragged_struct(batch)
         struct.tokens, struct.positions, struct.keep = tokens.ctypes.data, positions.ctypes.data, keep.ctypes.data

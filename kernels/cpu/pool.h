@@ -3,6 +3,9 @@
 // A step is one program that every thread runs: phase after phase, each some number of independent tasks. A phase is
 // over when its tasks are done, not when every thread has come: a thread that the kernel has put aside (the cores are
 // shared with gateway, NATS and scheduler) delays nobody unless it holds a task, and skips what it has missed.
+//
+// Pools live until the process ends and are never joined: a thread may be inside a step when it does. A forked child has
+// none of the threads; a step there is computed by its caller, until Pool::start makes new ones.
 #pragma once
 
 #include <atomic>
@@ -13,7 +16,6 @@
 #include <mutex>
 #include <thread>
 #include <type_traits>
-#include <vector>
 
 namespace headrace {
 
@@ -46,12 +48,12 @@ class Pool {
     static constexpr int MAX_PHASES = 1 << 14;
     static constexpr size_t MAX_CONTEXT = 1024;  // bytes
 
-    explicit Pool(int threads);
-    ~Pool();
+    explicit Pool(int threads) : threads_(threads), phases_(new Phase[MAX_PHASES]) {}
     Pool(const Pool&) = delete;
     Pool& operator=(const Pool&) = delete;
 
-    int threads() const { return int(helpers_.size()) + 1; }
+    // Those that may take part, the caller among them: where the system gives no more threads, fewer do.
+    int threads() const { return threads_; }
 
     // Run program on all threads, in at most `phases` phases; returns when the calling thread is through, and so all
     // tasks are done. One caller at a time.
@@ -65,6 +67,11 @@ class Pool {
     // Returns when no thread looks at anything of an earlier step any more.
     void quiesce();
 
+    // Around a fork, with no step running: nobody is in the middle of anything (prepare), the helpers go on (parent), or
+    // there are none (child).
+    void prepare_fork();
+    void forked(bool child);
+
    private:
     friend class Crew;
     struct alignas(64) Phase {
@@ -73,15 +80,21 @@ class Pool {
     };
 
     void start(Program program, const void* context, size_t size, int phases);
-    void help(int thread);
+    void help(int thread, uint32_t seen);
+    void make_helpers();  // with mutex_
+    void settle(std::unique_lock<std::mutex>& lock);
 
+    const int threads_;
     std::unique_ptr<Phase[]> phases_;
-    std::vector<std::thread> helpers_;
     std::atomic<uint32_t> step_{0};
-    std::atomic<bool> stopping_{false};
 
-    std::mutex mutex_;  // over all below
-    std::condition_variable wake_, idle_;
+    // Made anew in a forked child: what a condition variable keeps of its waiters can't be undone.
+    struct Meeting {
+        std::mutex mutex;
+        std::condition_variable wake, idle;
+    };
+    Meeting* meeting_ = new Meeting;
+    bool made_ = false;  // from here on under the mutex
     int sleeping_ = 0;
     int active_ = 0;
     Program program_ = nullptr;
