@@ -55,6 +55,12 @@ def url(torch_mesh: Mesh, tool_folder: Path) -> Iterator[str]:
 
 
 @pytest.fixture(scope="session")
+def brief_url(torch_mesh: Mesh, tiny: Path) -> Iterator[str]:
+    """Base URL of a gateway whose chat answers are short where the request names no length (2,048 tokens otherwise)."""
+    yield from beside(torch_mesh, tiny, "--chat-default-max-tokens", "16")
+
+
+@pytest.fixture(scope="session")
 def guarded_url(torch_mesh: Mesh, tiny: Path) -> Iterator[str]:
     """Base URL of a gateway that asks for :data:`KEY` and works on one request at a time."""
     yield from beside(torch_mesh, tiny, "--api-key", KEY, "--max-concurrent-requests", "1")
