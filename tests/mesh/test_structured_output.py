@@ -81,7 +81,7 @@ def formatted(mesh: Mesh, seed: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def texts(ample: Mesh) -> list[str]:
-    choices = [formatted(ample, seed) for seed in SEEDS]
+    choices = at_once([lambda seed=seed: formatted(ample, seed) for seed in SEEDS])
     assert {choice["finish_reason"] for choice in choices} == {"stop"}
     return [choice["message"]["content"] for choice in choices]
 
@@ -93,9 +93,12 @@ def test_a_schema_is_kept_for_every_seed(texts: list[str]) -> None:
 
 
 def test_streamed_it_is_the_same(ample: Mesh, texts: list[str]) -> None:
-    for seed, text in zip(SEEDS, texts, strict=True):
+    def streamed(seed: int) -> str:
         deltas = chunks(ample, **ASK, seed=seed, response_format=FORMAT)
-        assert "".join(delta["delta"].get("content", "") for delta in deltas) == text
+        return "".join(delta["delta"].get("content", "") for delta in deltas)
+
+    assert at_once([lambda seed=seed: streamed(seed) for seed in SEEDS]) == texts
+    assert [streamed(seed) for seed in SEEDS[:2]] == texts[:2], "alone in the batch, too"
 
 
 def test_preemption_changes_nothing(tight: Mesh, texts: list[str]) -> None:
@@ -128,10 +131,13 @@ def test_long_grammars_of_many_choices_are_no_message_too_long(ample: Mesh) -> N
     ],
 )
 def test_the_other_constraints(ample: Mesh, constraint: dict[str, Any], texts: set[str]) -> None:
-    for seed in SEEDS:
-        choice = ample.answer(prompt="x", max_tokens=40, seed=seed, structured_outputs=constraint)["choices"][0]
-        assert choice["text"] in texts
-        assert choice["finish_reason"] == "stop"
+    def choice(seed: int) -> dict[str, Any]:
+        body = {"prompt": "x", "max_tokens": 40, "seed": seed, "structured_outputs": constraint}
+        return ample.answer(**body)["choices"][0]  # type: ignore[no-any-return]
+
+    for made in at_once([lambda seed=seed: choice(seed) for seed in SEEDS]):
+        assert made["text"] in texts
+        assert made["finish_reason"] == "stop"
 
 
 def calls_of(choice: dict[str, Any]) -> list[tuple[str, str]]:
@@ -150,16 +156,18 @@ def streamed_calls(choices: list[dict[str, Any]]) -> list[tuple[str, str]]:
 
 
 def test_a_call_is_required(ample: Mesh) -> None:
-    for seed in range(4):
-        body = {**ASK, "tools": [TOOL, CLOCK], "tool_choice": "required", "parallel_tool_calls": False, "seed": seed}
-        (choice,) = ample.answer(CHAT, **body)["choices"]
+    every = {**ASK, "tools": [TOOL, CLOCK], "tool_choice": "required", "parallel_tool_calls": False}
+    bodies = [every | {"seed": seed} for seed in range(4)]
+    whole = at_once([lambda body=body: ample.answer(CHAT, **body)["choices"] for body in bodies])
+    streams = at_once([lambda body=body: streamed_calls(chunks(ample, **body)) for body in bodies])
+    for (choice,), stream in zip(whole, streams, strict=True):
         (call,) = calls_of(choice)
         assert choice["finish_reason"] == "tool_calls"
         if call[0] == "store":
             check(call[1])
         else:
             assert (call[0], json.loads(call[1])) == ("clock", {})
-        assert streamed_calls(chunks(ample, **body)) == [call]
+        assert stream == [call]
 
 
 def test_one_function_is_forced(ample: Mesh) -> None:
