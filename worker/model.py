@@ -18,7 +18,7 @@ from kernels.cpu.decoder import DecoderWeights
 from kernels.cpu.library import Library
 from observability.startup import start_up
 from shared.lifecycle import StartupError
-from worker import attention, decoder, experts
+from worker import attention, decoder, decoder_trial, experts
 from worker.admissible import TrialPass, check_config, rope_limit
 from worker.linear import MIN_ROWS, can_pack, pack_linears
 from worker.row_widths import RowWidths
@@ -97,23 +97,25 @@ def load_model(
     module.to(target)
     module.eval().requires_grad_(False)
     start_up.ended("weights")
-    reason = _not_native(model, module, kind, target, library, block_size)
+    reason, tried = _not_native(model, module, kind, target, library, block_size)
     if reason and quantize != "none":
         raise StartupError(f"model {model!r} can't be quantised to {quantize} here: {reason}")
     if reason and can_pack(kind, target):
         pack_linears(module)
         experts.pack_experts(module)
-    trial, widths = _trial(model, module, target)
+    trial, widths = tried if tried is not None and not reason else _trial(model, module, target)
     vocab_size = module.get_input_embeddings().weight.shape[0]
     logits_width = module.get_output_embeddings().out_features
     heads, kv_heads, head_dim = next(iter(trial.shapes))
-    limits = [limit for limit in (getattr(config, "max_position_embeddings", None), rope_limit(config)) if limit]
+    limit = _positions(config)
     eos_token_ids = _eos_token_ids(module)
     native = None
     if not reason and library is not None:
         native, reason = _native(
-            library, module, Geometry(heads, kv_heads, head_dim, block_size), trial, kind, quantize
+            library, module, Geometry(heads, kv_heads, head_dim, block_size), trial, kind, quantize, limit
         )
+        if native is None and quantize != "none":
+            raise StartupError(f"model {model!r} can't be quantised to {quantize} here: {reason}")
         if native is None:  # its weights are gone: once more, for the other way
             log.info("%s runs module by module: %s", model, reason)
             return load_model(model, dtype, device, None, block_size)
@@ -127,7 +129,7 @@ def load_model(
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         vocab_size=vocab_size,
-        max_positions=min(limits, default=None),
+        max_positions=limit,
         eos_token_ids=eos_token_ids,
         row_widths=frozenset(widths - {logits_width}),
         logits_capped=logits_width in widths,
@@ -139,36 +141,45 @@ def load_model(
 
 def _not_native(
     model: str, module: Any, dtype: torch.dtype, device: torch.device, library: Library | None, block_size: int
-) -> str:
-    """Why the C++ library can't run the model; empty if it seems that it can."""
+) -> tuple[str, tuple[TrialPass, set[int]] | None]:
+    """Why the C++ library can't run the model, empty if it seems that it can; and the module's trial pass as it is."""
     if library is None:
-        return "there is no library"
+        return "there is no library", None
     if device.type != "cpu":
-        return f"it runs on {device.type}"
+        return f"it runs on {device.type}", None
+    tried = trial, _ = _trial(model, module, device)
     try:
-        trial, _ = _trial(model, module, device)
-        decoder.check(module, Geometry(*next(iter(trial.shapes)), block_size), trial.layers, dtype)
+        geometry = Geometry(*next(iter(trial.shapes)), block_size)
+        decoder.check(module, geometry, trial.layers, dtype)
+        decoder_trial.check_cutting(library, module, geometry, trial.layers, _positions(module.config))
     except decoder.NotThisShape as shape:
-        return str(shape)
-    return ""
+        return str(shape), tried
+    return "", tried
+
+
+def _positions(config: Any) -> int | None:
+    """The longest sequence that the model itself allows, if it says."""
+    return min(filter(None, (getattr(config, "max_position_embeddings", None), rope_limit(config))), default=None)
 
 
 def _native(
-    library: Library, module: Any, geometry: Geometry, trial: TrialPass, dtype: torch.dtype, quantize: str
+    library: Library,
+    module: Any,
+    geometry: Geometry,
+    trial: TrialPass,
+    dtype: torch.dtype,
+    quantize: str,
+    limit: int | None,
 ) -> tuple[Native | None, str]:
-    """Hand the weights over, and see that one pass of the library says what one of the module says."""
+    """Hand the weights over, and see that a pass of the library says what one of the module says."""
     rotary = module.base_model.rotary_emb
     try:
-        decoder.rotations(rotary, 1, dtype)
+        weights = decoder_trial.checked_weights(
+            library, module, geometry, trial.layers, dtype, quantize == "int8", limit
+        )
     except decoder.NotThisShape as shape:
         return None, str(shape)
-    wanted = decoder.trial_logits(module, geometry)
-    weights = decoder.pack(library, module, dtype, quantize == "int8")
-    native = Native(weights, lambda positions: decoder.rotations(rotary, positions, dtype))
-    difference = decoder.difference(library, weights, geometry, trial.layers, native.rotations, wanted)
-    if not difference < decoder.tolerance(dtype, quantize == "int8"):
-        return None, f"the C++ decoder's logits differ from its own by {difference:.1%}"
-    return native, ""
+    return Native(weights, lambda count: decoder.rotations(rotary, torch.arange(count), dtype)), ""
 
 
 def _device(device: str) -> torch.device:

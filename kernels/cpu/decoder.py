@@ -134,6 +134,8 @@ class CpuDecoder:
         cos: torch.Tensor,
         sin: torch.Tensor,
     ) -> None:
+        if weights.head.struct.n != weights.vocab_size:
+            raise ValueError(f"a head of {weights.head.struct.n} rows for {weights.vocab_size} tokens")
         self.weights = weights
         self._library = library
         self._cos, self._sin = cos.to(weights.dtype).contiguous(), sin.to(weights.dtype).contiguous()
