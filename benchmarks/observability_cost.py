@@ -1,11 +1,15 @@
 """What traces and metrics cost: CPU-seconds of all processes for 1,000 tokens, with them and without.
 
     python benchmarks/observability_cost.py [--restarts 10] [--pairs 5] [--sampling 0.1] [--what both]
+    python benchmarks/observability_cost.py --model default --streams 16 --tokens 48 [--dtype bfloat16]
 
-Two whole meshes run side by side, each with its own NATS server, scheduler, simulated worker and gateway. One exports
-traces at the default sampling to an OTLP/HTTP receiver and is scraped every five seconds; in the other no trace is
-made, and booking a metric does nothing. ``--what`` compares one of the two alone, or ``nothing``: by how much two
-meshes without either differ is what the method cannot tell.
+Two whole meshes run side by side, each with its own NATS server, scheduler, worker and gateway. One exports traces at
+the default sampling to an OTLP/HTTP receiver and is scraped every five seconds; in the other no trace is made, and
+booking a metric does nothing (but for adding to a plain number). ``--what`` compares one of the two alone, or
+``nothing``: by how much two meshes without either differ is what the method cannot tell.
+
+The worker is a simulated one, which computes nothing: the cost is then a share of what the mesh itself takes, the
+harshest reading. With ``--model`` it is a real one, and its forward passes count as they do for whoever pays for them.
 
 A round opens ``--streams`` chat streams and reads them to their ends. ``--order turns`` loads the meshes in turns, the
 order alternating from pair to pair: right for a machine that does nothing else. ``--order together`` loads both at the
@@ -40,15 +44,20 @@ from pathlib import Path
 
 from gateway_sse import free_port, write_tokenizer
 
+from headrace.models import ModelError, resolve_model
 from headrace.nats_server import NatsServer
 
 SERVICES = ("scheduler", "worker", "gateway")
 SCRAPE_EVERY_S = 5.0
 SETTLE_S = 0.3
 WARM_S = 6.0  # the first scrape and the first export load code and open connections, once in a process's life
-START_S = 60.0
+START_S = 120.0
+SIMULATED = ("--simulate", "--simulate-vocab-size", "8", "--simulate-base-us", "4000", "--simulate-token-us", "1")
 MODEL = "bench"
-T_975 = {4: 2.776, 5: 2.571, 7: 2.365, 9: 2.262, 11: 2.201, 14: 2.145, 19: 2.093, 24: 2.064, 29: 2.045, 39: 2.023}
+T_975 = {
+    2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 7: 2.365, 9: 2.262, 11: 2.201, 14: 2.145, 19: 2.093, 24: 2.064, 29: 2.045,
+    39: 2.023,
+}  # fmt: skip
 
 
 def serve(service: str, metrics: bool, argv: list[str]) -> int:
@@ -101,7 +110,10 @@ class Receiver:
 class Mesh:
     """Four processes; ``observed`` with what is compared, else without traces and metrics."""
 
-    def __init__(self, model: Path, observed: bool, endpoint: str, sampling: float, what: str) -> None:
+    def __init__(
+        self, folder: Path, model: Path, worker: list[str], observed: bool, endpoint: str, sampling: float, what: str
+    ) -> None:
+        """``folder`` takes its logs; ``worker``: how its worker is started, beside the names."""
         self.nats = NatsServer()
         self.observed = observed
         traces = observed and what in ("both", "traces")
@@ -116,15 +128,14 @@ class Mesh:
             every += ["--otlp-endpoint", endpoint, "--trace-sampling", str(sampling)]
         own = {
             "scheduler": ["--max-num-seqs", "256"],
-            "worker": ["--simulate", "--simulate-vocab-size", "8", "--simulate-base-us", "4000",
-                       "--simulate-token-us", "1", "--served-model-name", MODEL],
+            "worker": [*worker, "--served-model-name", MODEL],
             "gateway": ["--model", str(model), "--served-model-name", MODEL, "--port", str(self.port)],
         }  # fmt: skip
         env = {key: value for key, value in os.environ.items() if not key.startswith("HEADRACE_")}
         env |= {"HEADRACE_NATS": self.nats.url, "HEADRACE_NATS_TOKEN": self.nats.token}
         for service in SERVICES:
             command = [sys.executable, __file__, "--serve", service, "with" if metrics else "without"]
-            self._logs[service] = model / f"{service}-{observed}.log"
+            self._logs[service] = folder / f"{service}-{observed}.log"
             with self._logs[service].open("wb") as log:
                 self.processes[service] = subprocess.Popen(
                     [*command, *every, *own[service]], env=env, stdin=quiet, stdout=log, stderr=log
@@ -229,20 +240,28 @@ def mean(rounds: list[Round]) -> Round:
 def interval(ratios: list[float]) -> tuple[float, float, float]:
     """Geometric mean of ratios, and its 95 % confidence interval."""
     logs = [math.log(ratio) for ratio in ratios]
-    degrees = max((known for known in T_975 if known < len(logs)), default=4)
+    degrees = max(known for known in T_975 if known < len(logs))
     half = T_975[degrees] * statistics.stdev(logs) / math.sqrt(len(logs))
     middle = statistics.fmean(logs)
     return math.exp(middle), math.exp(middle - half), math.exp(middle + half)
 
 
 @contextlib.contextmanager
-def meshes(sampling: float, what: str, observed_first: bool) -> Iterator[tuple[Mesh, Mesh, Receiver]]:
+def meshes(
+    model: Path | None, dtype: str, sampling: float, what: str, observed_first: bool
+) -> Iterator[tuple[Mesh, Mesh, Receiver]]:
+    """The observed mesh and the other one. Without a ``model`` their workers are simulated."""
     receiver = Receiver()
-    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as closing:
-        write_tokenizer(Path(folder))
+    with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as closing:
+        folder = Path(name)
+        worker = [*SIMULATED]
+        if model is None:
+            write_tokenizer(folder)
+        else:
+            worker = ["--model", str(model), "--dtype", dtype]
         both = {}
         for observed in (observed_first, not observed_first):
-            both[observed] = Mesh(Path(folder), observed, receiver.url, sampling, what)
+            both[observed] = Mesh(folder, model or folder, worker, observed, receiver.url, sampling, what)
             closing.callback(both[observed].close)
         for mesh in both.values():
             mesh.wait_ready()
@@ -255,21 +274,27 @@ def main() -> int:
     if sys.argv[1:2] == ["--serve"]:
         return serve(sys.argv[2], sys.argv[3] == "with", sys.argv[4:])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--restarts", type=int, default=10, help="starts of both meshes, at least 5 (default: 10)")
+    parser.add_argument("--restarts", type=int, default=10, help="starts of both meshes, at least 3 (default: 10)")
     parser.add_argument("--pairs", type=int, default=5, help="pairs of rounds of a start (default: 5)")
     parser.add_argument("--streams", type=int, default=32, help="streams of a round (default: 32)")
     parser.add_argument("--tokens", type=int, default=300, help="tokens of a stream (default: 300)")
     parser.add_argument("--sampling", type=float, default=0.1, help="share of requests traced (default: 0.1)")
     parser.add_argument("--order", choices=("turns", "together"), default="turns")
     parser.add_argument("--what", choices=("both", "traces", "metrics", "nothing"), default="both")
+    parser.add_argument("--model", default="", help="as of headrace up: a real worker's (default: a simulated worker)")
+    parser.add_argument("--dtype", default="auto", help="of a real worker (default: auto)")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    if args.restarts < 5:
-        parser.error("--restarts must be at least 5")
+    if args.restarts < 3:
+        parser.error("--restarts must be at least 3")
+    try:
+        model = Path(resolve_model(args.model)[0]) if args.model else None
+    except ModelError as error:
+        parser.error(str(error))
     pairs: list[tuple[Round, Round]] = []  # one for each start
     exports = 0
     for start in range(args.restarts):
-        with meshes(args.sampling, args.what, observed_first=start % 2 == 0) as (on, off, receiver):
+        with meshes(model, args.dtype, args.sampling, args.what, start % 2 == 0) as (on, off, receiver):
             warm_until_s = time.monotonic() + WARM_S
             while time.monotonic() < warm_until_s:
                 measured([on, off], args.streams, args.tokens)
@@ -288,8 +313,8 @@ def main() -> int:
     }
     if args.json:
         print(json.dumps({
-            "restarts": args.restarts, "pairs": args.pairs, "what": args.what, "streams": args.streams,
-            "tokens": args.tokens, "sampling": args.sampling, "exports": exports,
+            "model": args.model, "restarts": args.restarts, "pairs": args.pairs, "what": args.what,
+            "streams": args.streams, "tokens": args.tokens, "sampling": args.sampling, "exports": exports,
             "cost": ratio - 1, "low": low - 1, "high": high - 1,
             "cpu_s_per_1000_tokens": {name: {"on": on_s, "off": off_s} for name, (on_s, off_s) in by_process.items()},
         }))  # fmt: skip
