@@ -7,6 +7,7 @@
 //
 // A page holds, for each key/value head, blocks of 16 tokens in the order that the products want. Keys: for each unit of
 // the head size (one float, or two bf16) the 16 tokens' units. Values: for each unit of tokens, every dimension's unit.
+// A head's keys in a page and its values follow one another: a decode reads them as one run.
 #pragma once
 
 #include <algorithm>
@@ -25,9 +26,10 @@ struct Shape {
     int heads, kv_heads, head_dim, page;  // page: tokens, a multiple of BLOCK
 
     int group() const { return heads / kv_heads; }
+    // Where a head's keys of a page begin in the key cache, or its values in the value cache.
     template <class T>
-    size_t head_bytes() const {  // of a page, keys or values
-        return size_t(page) * head_dim * sizeof(T);
+    size_t head_start(int64_t at_page, int kv_head) const {
+        return 2 * (size_t(at_page) * kv_heads + kv_head) * page * head_dim * sizeof(T);
     }
 };
 
@@ -96,7 +98,7 @@ inline void write_token(const Shape& shape, char* key_cache, char* value_cache, 
     const int64_t page = slot / shape.page;
     const int offset = int(slot % shape.page), block = offset / BLOCK, token = offset % BLOCK;
     for (int head = 0; head < shape.kv_heads; ++head) {
-        const size_t at = (size_t(page) * shape.kv_heads + head) * shape.head_bytes<T>() + size_t(block) * BLOCK * dim * sizeof(T);
+        const size_t at = shape.head_start<T>(page, head) + size_t(block) * BLOCK * dim * sizeof(T);
         T* k = (T*)(key_cache + at);
         T* v = (T*)(value_cache + at);
         for (int unit = 0; unit < dim / values; ++unit)
@@ -274,8 +276,7 @@ inline void load_queries(AttentionScratch& s, const Shape& shape, const Ragged& 
 // Where the block of `token` lies in the keys or the values.
 template <class T>
 inline size_t block_offset(const Shape& shape, const int32_t* table, int kv_head, int token) {
-    return (size_t(table[token / shape.page]) * shape.kv_heads + kv_head) * shape.head_bytes<T>() +
-           size_t(token % shape.page) * shape.head_dim * sizeof(T);
+    return shape.head_start<T>(table[token / shape.page], kv_head) + size_t(token % shape.page) * shape.head_dim * sizeof(T);
 }
 
 // Have a tile brought near that is about to be read.

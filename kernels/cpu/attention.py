@@ -87,8 +87,9 @@ class CpuAttention:
     def allocate(self, num_pages: int) -> LayerCache:
         """Pages of zeros. Within a page the order is the kernel's own (``attention.h``), not the shape's."""
         g = self.geometry
-        shape = (num_pages, g.block_size, g.num_kv_heads, g.head_dim)
-        return LayerCache(*(zeros(shape, self.dtype, torch.device("cpu")) for _ in range(2)))
+        shape = (num_pages, g.num_kv_heads, 2, g.block_size, g.head_dim)
+        both = zeros(shape, self.dtype, torch.device("cpu"))
+        return LayerCache(both[:, :, 0].transpose(1, 2), both[:, :, 1].transpose(1, 2))
 
     def plan(self, batch: RaggedBatch) -> CpuPlan:
         batch = contiguous(batch)
