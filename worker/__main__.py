@@ -59,6 +59,9 @@ def load_runner(config: WorkerConfig) -> Runner:
     import torch  # noqa: F401  only where a model is really run
 
     start_up.ended("torch")
+    from worker.lean_import import import_transformers
+
+    import_transformers()
     from worker.torch_runner import load_torch_runner
 
     start_up.ended("transformers")
