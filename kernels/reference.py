@@ -22,6 +22,10 @@ from kernels.tiling import QUERY_BLOCK, Items, Pairs, chunk_items, decode_items,
 TILE_TOKENS = 128
 """Keys in a tile, or near it: whole pages, whole vectors. Smaller wastes less of the last tile, larger merges less."""
 
+LARGEST_KEY = 1e15
+"""Of a number in a key: a score with one that a page still holds of another sequence stays finite, and the mask hides
+it (infinity plus a mask of -infinity would be NaN)."""
+
 SLAB_BYTES = 16 << 20
 """Keys gathered at once. Measured flat from 0.5 to 16 MiB here; fewer calls are simply fewer."""
 
@@ -71,6 +75,7 @@ class ReferenceAttention:
         self.geometry = geometry
         self.dtype = dtype
         self.device = device
+        self.largest_key = min(LARGEST_KEY, torch.finfo(dtype).max)
         whole_vectors = math.lcm(geometry.block_size, VECTOR)
         self.tile_pages = max(1, TILE_TOKENS // whole_vectors) * whole_vectors // geometry.block_size
         self.tile = self.tile_pages * geometry.block_size
@@ -175,6 +180,7 @@ class ReferenceAttention:
         layer: LayerAttention,
     ) -> torch.Tensor:
         g = self.geometry
+        key = key.clamp(-self.largest_key, self.largest_key)
         for pages, new in ((cache.key, key), (cache.value, value)):
             flat = pages.transpose(1, 2).view(-1, g.head_dim)
             flat.index_copy_(0, plan.write_rows, torch.nan_to_num(new.reshape(-1, g.head_dim)))
