@@ -179,6 +179,7 @@ inline void attend_tile(AttentionScratch& s, const Score& score, int rows, int d
     const T* queries = (const T*)s.queries;
     const float hidden = -std::numeric_limits<float>::infinity();
     const int keys = blocks * BLOCK;
+    alignas(64) float base[MAX_ROWS], change[MAX_ROWS] = {};
     for (int row = 0, tiles = (rows + MR - 1) / MR, t = 0; t < tiles; ++t) {
         const int count = (rows - row) / (tiles - t);
         TileRows<T, MR>::score(count, queries + row * dim, dim, s.keys, blocks, s.scores + row * TILE);
@@ -186,30 +187,42 @@ inline void attend_tile(AttentionScratch& s, const Score& score, int rows, int d
     }
     for (int r = 0; r < rows; ++r) {
         float* x = s.scores + r * TILE;
-        for (int i = 0; i < keys; i += W) vstore(x + i, vmul(vload(x + i), vset(score.scaling)));
-        if (score.softcap > 0)
-            for (int i = 0; i < keys; ++i) x[i] = score.softcap * std::tanh(x[i] / score.softcap);
         const int end = s.visible[r] - first_key;
-        for (int i = std::max(end, 0); i < keys; ++i) x[i] = hidden;
-        if (score.window)
-            for (int i = 0; i < std::min(end - score.window, keys); ++i) x[i] = hidden;
-        vf top = vload(x);
-        for (int i = W; i < keys; i += W) top = vmax(top, vload(x + i));
-        const float before = state.top[r];
-        const float now = std::max(before, vlargest(top));
-        const float base = now == hidden ? 0.0f : now;  // nothing seen yet: every weight is exp(-inf) = 0
-        const float change = vfirst(vexp(vset(before - base)));
-        vf sum = vzero();
+        vf top = vset(hidden);
         for (int i = 0; i < keys; i += W) {
-            const vf weight = vexp(vsub(vload(x + i), vset(base)));
+            const vf scaled = vmul(vload(x + i), vset(score.scaling));
+            vstore(x + i, scaled);
+            top = vmax(top, scaled);
+        }
+        if (end < keys || score.softcap > 0 || score.window) {
+            if (score.softcap > 0)
+                for (int i = 0; i < keys; ++i) x[i] = score.softcap * std::tanh(x[i] / score.softcap);
+            for (int i = std::max(end, 0); i < keys; ++i) x[i] = hidden;
+            if (score.window)
+                for (int i = 0; i < std::min(end - score.window, keys); ++i) x[i] = hidden;
+            top = vload(x);
+            for (int i = W; i < keys; i += W) top = vmax(top, vload(x + i));
+        }
+        const float now = std::max(state.top[r], vlargest(top));
+        base[r] = now == hidden ? 0.0f : now;  // nothing seen yet: every weight is exp(-inf) = 0
+        change[r] = state.top[r] - base[r];
+        state.top[r] = now;
+    }
+    for (int r = 0; r < rows; r += W) vstore(change + r, vexp(vload(change + r)));
+    for (int r = 0; r < rows; ++r) {
+        const float* x = s.scores + r * TILE;
+        const vf lowered = vset(base[r]);
+        vf sum = vzero();
+#pragma GCC unroll 4
+        for (int i = 0; i < keys; i += W) {
+            const vf weight = vexp(vsub(vload(x + i), lowered));
             vstore(weights + r * TILE + i, weight);
             sum = vadd(sum, weight);
         }
-        state.top[r] = now;
-        state.sum[r] = state.sum[r] * change + vsum(sum);
-        if (before != now) {
+        state.sum[r] = state.sum[r] * change[r] + vsum(sum);
+        if (change[r] != 1.0f) {
             float* out = state.out + r * dim;
-            for (int d = 0; d < dim; d += W) vstore(out + d, vmul(vload(out + d), vset(change)));
+            for (int d = 0; d < dim; d += W) vstore(out + d, vmul(vload(out + d), vset(change[r])));
         }
     }
     for (int row = 0, tiles = (rows + MR - 1) / MR, t = 0; t < tiles; ++t) {

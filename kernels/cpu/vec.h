@@ -223,8 +223,23 @@ inline float vfirst(vf x) {
 #endif
 }
 
-// exp(x), 0 below -87 (so for -inf too), within 2 ulp; x at most 88. Cephes' polynomial (Moshier).
+// exp(x), exactly 0 for -inf and whatever underflows, within 2 ulp. Cephes' polynomial (Moshier).
+#if defined(__AVX512F__)
 inline vf vexp(vf x) {
+    const vf bounded = vmax(x, vset(-110.0f));
+    const vf n = vround(vmul(bounded, vset(1.44269504088896341f)));
+    const vf r = vfma(n, vset(-1.42860677e-6f), vfma(n, vset(-0.693145752f), bounded));  // ln 2 in two parts
+    vf p = vset(1.9875691500e-4f);
+    p = vfma(p, r, vset(1.3981999507e-3f));
+    p = vfma(p, r, vset(8.3334519073e-3f));
+    p = vfma(p, r, vset(4.1665795894e-2f));
+    p = vfma(p, r, vset(1.6666665459e-1f));
+    p = vfma(p, r, vset(5.0000001201e-1f));
+    p = vfma(vmul(r, r), p, vadd(r, vset(1.0f)));
+    return _mm512_scalef_ps(p, n);
+}
+#else
+inline vf vexp(vf x) {  // 0 below -87, and as at 88 above it
     vf clamped = vmin(vmax(x, vset(-87.3f)), vset(88.0f));
     vf n = vround(vmul(clamped, vset(1.44269504088896341f)));
     vf r = vfma(n, vset(-0.693359375f), clamped);
@@ -238,6 +253,7 @@ inline vf vexp(vf x) {
     p = vfma(vmul(r, r), p, vadd(r, vset(1.0f)));
     return vabove(x, vset(-87.3f), vmul(p, vpow2(n)));
 }
+#endif
 
 // x / (1 + exp(-x))
 inline vf vsilu(vf x) {
