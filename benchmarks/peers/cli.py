@@ -31,6 +31,7 @@ from headrace.output_file import check_writable
 MOST_REQUESTS_PER_S = 60
 """More than any engine answers here: so many requests are made for each second of --seconds."""
 NOT_INSTALLED = "not installed"
+INTERRUPTED = "interrupted"
 FAILURE_CHARS = 60
 BUSY_LOAD = 0.5
 """A load average above this is told before the run: somebody else is at work."""
@@ -155,6 +156,8 @@ def measure_command(parser: argparse.ArgumentParser, argv: Sequence[str]) -> int
             "runs": [run.as_dict() for rounds in runs.values() for run in rounds],
         }  # fmt: skip
         args.json.write_text(json.dumps(found, indent=1) + "\n")
+    if INTERRUPTED in absent.values():
+        return 130
     failed = any(why != NOT_INSTALLED for why in absent.values()) or any(run.failed for run in shown.values())
     return 1 if failed else 0
 
@@ -186,6 +189,10 @@ def measure(plan: Plan, setup: Setup) -> tuple[Rounds, dict[str, str]]:
             except EngineFailed as error:
                 say(f"{engine.name}: {error}")
                 absent[engine.name] = "FAILED: " + (str(error).splitlines() or [""])[0][:FAILURE_CHARS]
+            except KeyboardInterrupt:  # what was measured so far is shown
+                say(f"interrupted at {engine.name}, round {number + 1}")
+                absent[engine.name] = INTERRUPTED
+                return runs, absent
     return runs, absent
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 
 import torch
@@ -63,3 +64,4 @@ def start(settings: dict[str, str]):  # type: ignore[no-untyped-def]
 
 if __name__ == "__main__":
     serve(start)
+    os._exit(0)  # the manager's thread would keep the process alive
