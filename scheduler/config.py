@@ -54,7 +54,8 @@ class SchedulerConfig(MeshConfig):
         check=between(0.01, 1.0),
     )  # fmt: skip
     target_itl_ms: float = option(
-        0.0, "shrink prefill chunks so that an iteration is predicted to stay under it; 0: fixed budget",
+        100.0,
+        "shrink prefill chunks beside decodes so that an iteration is predicted to stay under it; 0: fixed budget",
         check=at_least(0),
     )  # fmt: skip
     prefill_chunk_limit: int = option(512, "most prompt tokens of one sequence in one iteration", check=at_least(1))

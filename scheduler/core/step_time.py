@@ -27,6 +27,10 @@ def attention_pairs(before: int, count: int) -> int:
     return count * before + count * (count + 1) // 2
 
 
+MOSTLY_DECODING = 0.75
+"""Of the target: from here on decodes leave too little to prompts, and the target gives way."""
+
+
 class StepTimePredictor:
     """Least squares, fitted online with exponential forgetting."""
 
@@ -59,12 +63,17 @@ class StepTimePredictor:
         """Most prompt tokens, of ``budget``, beside ``decodes`` that the step is predicted to run in ``duration_us``.
 
         ``pairs(tokens)``: the attention pairs of the chunks that so many tokens would be shared out to, monotonic.
-        ``least``: never fewer (prompts must go on). No more than half again the most seen of late either: past what
+        ``least``: never fewer (prompts must go on); and where decoding alone takes most of the duration or passes it,
+        so many as take half as long as the decodes: a model that is slow for the target still reads prompts at a third
+        of its pace. No more than half again the most seen of late either: past what
         was measured a line says little, since a step is bound by reading weights up to some hundred tokens and by
         arithmetic from there on.
         """
         high = min(budget, max(least, int(1.5 * self._prefill.widest)))
-        allowed = duration_us - min(self._prefill.error, duration_us / 4) - self._decode.predict(decodes)
+        decoding = self._decode.predict(decodes)
+        allowed = duration_us - min(self._prefill.error, duration_us / 4) - decoding
+        if decoding > MOSTLY_DECODING * duration_us:
+            allowed = max(allowed, decoding / 2)
         low = min(budget, least)
         while low < high:
             middle = (low + high + 1) // 2
