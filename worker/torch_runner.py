@@ -60,6 +60,7 @@ class TorchRunner:
         host_blocks = swap_space // (size.bytes_per_token * size.block_size)
         self.cache = KVCache(kernel, len(model.layers), size.num_blocks, host_blocks)
         self.decoder = self._decoder()
+        self._sampling_s = 0.0
         self.kv_bytes_copied = 0
         self.swap_us = 0
         self.capacity = Capacity(
@@ -160,8 +161,18 @@ class TorchRunner:
             sampled.prompt_logprobs = _describe_prompts(logits[len(rows) :], prompts)
             logits = logits[: len(rows)]
         if rows:
+            began = time.perf_counter_ns()
             self._sample(logits, rows, step.forks, sampled)
+            self._sampling_s += (time.perf_counter_ns() - began) / 1e9
         return sampled
+
+    def phase_times(self) -> dict[str, float] | None:
+        """Seconds of each phase of the passes since this was last asked; None where transformers' modules run."""
+        if self.decoder is None:
+            return None
+        times = {**self.decoder.stage_seconds(), "sample": self._sampling_s}
+        self._sampling_s = 0.0
+        return times
 
     def _sample(
         self, logits: torch.Tensor, rows: Sequence[Row], forks: Sequence[tuple[Row, Slot]], sampled: Sampled
