@@ -37,7 +37,8 @@ each. ``generic`` is what the compiler takes for granted by itself."""
 if platform.machine().lower() in ("x86_64", "amd64"):
     ISAS["avx2"] = ("-mavx2", "-mfma", "-mf16c")
     ISAS["avx512"] = (*ISAS["avx2"], "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
-    ISAS["avx512bf16"] = (*ISAS["avx512"], "-mavx512bf16")
+    # Cooper Lake, which has the first of these without the second, takes the set before.
+    ISAS["avx512bf16"] = (*ISAS["avx512"], "-mavx512bf16", "-mavx512vbmi")
 
 FLAGS = (
     "-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno", "-pthread",

@@ -6,9 +6,10 @@
 //
 // A packed weight is a row of panels, each of 32 columns: for each unit of k (four bytes: one float, or two bf16) the
 // unit of every column, 128 bytes. Panels follow one another in memory: a step reads its weights as one stream.
-// int8 weights have 2 bytes a unit (two k), and one float scale a column; they become bf16 (exactly) panel by panel.
+// int8 weights (int8.h) take a byte for each k, and have one float scale a column.
 #pragma once
 
+#include "int8.h"
 #include "pool.h"
 #include "vec.h"
 
@@ -55,6 +56,41 @@ inline void multiply_group(const char* a, ptrdiff_t row_bytes, const char* panel
         for (int j = 0; j < NV; ++j) vstore(tile + r * PANEL + first + j * W, acc[r][j]);
 }
 
+// How far before its use an int8 panel is asked for: beyond the page that the processor's own prefetching stays in.
+constexpr int AHEAD_BYTES = 2048;
+
+// The same of an int8 panel. With `expanded` the panel is left there as one of T, for the rows that follow.
+template <class T, int ROWS, int FIRST>
+inline void multiply_group_int8(const char* a, ptrdiff_t row_bytes, const int8_t* panel, int units, float* tile, char* expanded) {
+    vf acc[ROWS][NV];
+    for (int r = 0; r < ROWS; ++r)
+        for (int j = 0; j < NV; ++j) acc[r][j] = vzero();
+    constexpr int size = Unit<T>::values * PANEL;
+    const int8_t* end = panel + ptrdiff_t(units) * size;
+    typename Int8<T>::Column next[NV];
+    if constexpr (Int8<T>::AHEAD) Int8<T>::template load<NV>(panel, FIRST, next);
+    for (int unit = 0; unit < units; ++unit) {
+        __builtin_prefetch(panel + AHEAD_BYTES);
+        typename Int8<T>::Column b[NV];
+        if constexpr (Int8<T>::AHEAD) {  // converted during the products of the unit before
+            for (int j = 0; j < NV; ++j) b[j] = next[j];
+            if (panel + size < end) panel += size;
+            Int8<T>::template load<NV>(panel, FIRST, next);
+        } else {
+            Int8<T>::template load<NV>(panel, FIRST, b);
+            panel += size;
+        }
+        if (expanded)
+            for (int j = 0; j < NV; ++j) Int8<T>::store(expanded + 4 * (size_t(unit) * PANEL + FIRST + j * W), b[j]);
+        for (int r = 0; r < ROWS; ++r) {
+            const auto x = Unit<T>::broadcast(a + r * row_bytes + 4 * unit);
+            for (int j = 0; j < NV; ++j) acc[r][j] = Int8<T>::mac(acc[r][j], x, b[j]);
+        }
+    }
+    for (int r = 0; r < ROWS; ++r)
+        for (int j = 0; j < NV; ++j) vstore(tile + r * PANEL + FIRST + j * W, acc[r][j]);
+}
+
 template <class T, int ROWS>
 struct Rows {
     static void multiply_panel(int rows, const char* a, ptrdiff_t row_bytes, const char* panel, int units, float* tile) {
@@ -62,11 +98,24 @@ struct Rows {
         for (int first = 0; first < PANEL; first += NV * W)
             multiply_group<T, ROWS>(a, row_bytes, panel, units, first, tile);
     }
+    static void multiply_int8(int rows, const char* a, ptrdiff_t row_bytes, const int8_t* panel, int units, float* tile,
+                              char* expanded) {
+        if (rows < ROWS) return Rows<T, ROWS - 1>::multiply_int8(rows, a, row_bytes, panel, units, tile, expanded);
+        groups_int8<0>(a, row_bytes, panel, units, tile, expanded);
+    }
+
+   private:
+    template <int FIRST>
+    static void groups_int8(const char* a, ptrdiff_t row_bytes, const int8_t* panel, int units, float* tile, char* expanded) {
+        multiply_group_int8<T, ROWS, FIRST>(a, row_bytes, panel, units, tile, expanded);
+        if constexpr (FIRST + NV * W < PANEL) groups_int8<FIRST + NV * W>(a, row_bytes, panel, units, tile, expanded);
+    }
 };
 
 template <class T>
 struct Rows<T, 0> {
     static void multiply_panel(int, const char*, ptrdiff_t, const char*, int, float*) {}
+    static void multiply_int8(int, const char*, ptrdiff_t, const int8_t*, int, float*, char*) {}
 };
 
 enum class Format : int { plain = 0, int8 = 1 };
@@ -92,29 +141,23 @@ inline size_t panel_bytes(const Weight& w) {
     return w.format == Format::int8 ? full / 4 * Unit<T>::values : full;
 }
 
-// One int8 panel as a panel of T: whole numbers up to 127 are exact in bf16.
-template <class T>
-inline void expand_panel(const char* source, int units, char* target) {
-    const int8_t* from = (const int8_t*)source;
-    T* to = (T*)target;
-    size_t count = size_t(units) * Unit<T>::values * PANEL;
-    for (size_t i = 0; i < count; i += W) vstore(to + i, vfrom_int8(from + i));
-}
-
 // Panel `index` of w times all `rows` of a; store(row, tile row of PANEL floats) for each row, in order.
 template <class T, class Store>
 inline void panel_product(const Weight& w, int index, const T* a, ptrdiff_t stride, int rows, char* scratch, Store&& store) {
     const int units = units_of<T>(w.k);
     const char* panel = w.panels + size_t(index) * panel_bytes<T>(w);
-    if (w.format == Format::int8) {
-        expand_panel<T>(panel, units, scratch);
-        panel = scratch;
-    }
     alignas(64) float tile[MR * PANEL];
     const int tiles = (rows + MR - 1) / MR;
     for (int t = 0, row = 0; t < tiles; ++t) {
         const int count = (rows - row) / (tiles - t);  // even shares: no tile of a single row at the end
-        Rows<T, MR>::multiply_panel(count, (const char*)(a + row * stride), stride * ptrdiff_t(sizeof(T)), panel, units, tile);
+        const char* first = (const char*)(a + row * stride);
+        const ptrdiff_t row_bytes = stride * ptrdiff_t(sizeof(T));
+        if (w.format == Format::int8 && t == 0) {
+            Rows<T, MR>::multiply_int8(count, first, row_bytes, (const int8_t*)panel, units, tile, tiles > 1 ? scratch : nullptr);
+            panel = scratch;
+        } else {
+            Rows<T, MR>::multiply_panel(count, first, row_bytes, panel, units, tile);
+        }
         if (w.format == Format::int8) {
             for (int c = 0; c < PANEL; c += W) {
                 const vf scale = vload(w.scales + index * PANEL + c);
@@ -179,7 +222,7 @@ inline void pack_panel_int8(const T* weight, ptrdiff_t stride, int n, int k, int
             for (int v = 0; v < values; ++v) {
                 const int at = unit * values + v;
                 float x = column < n && at < k && scale > 0 ? to_float(weight[column * stride + at]) / scale : 0;
-                out[(size_t(unit) * PANEL + c) * values + v] = int8_t(std::lrintf(std::fmin(std::fmax(x, -127.f), 127.f)));
+                out[size_t(unit) * PANEL * values + Int8<T>::place(c, v)] = int8_t(std::lrintf(std::fmin(std::fmax(x, -127.f), 127.f)));
             }
     }
 }

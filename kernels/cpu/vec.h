@@ -78,7 +78,6 @@ inline vf vload(const bf16* p) {
 inline vf vlow(vi pairs) { return _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16)); }
 inline vf vhigh(vi pairs) { return _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(int(0xffff0000)))); }
 inline vi vload_bits(const void* p) { return _mm512_loadu_si512(p); }
-inline vf vfrom_int8(const int8_t* p) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p))); }
 
 #if defined(__AVX512BF16__)
 inline void vstore(bf16* p, vf x) { _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh(x)); }
@@ -120,7 +119,6 @@ inline vf vload(const bf16* p) {
 inline vf vlow(vi pairs) { return _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16)); }
 inline vf vhigh(vi pairs) { return _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(int(0xffff0000)))); }
 inline vi vload_bits(const void* p) { return _mm256_loadu_si256((const __m256i*)p); }
-inline vf vfrom_int8(const int8_t* p) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p))); }
 inline void vstore(bf16* p, vf x) {
     vi bits = _mm256_castps_si256(x);
     vi odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
@@ -166,7 +164,6 @@ inline vi vload_bits(const void* p) {
     std::memcpy(&x, p, 16);
     return x;
 }
-inline vf vfrom_int8(const int8_t* p) { return vf{float(p[0]), float(p[1]), float(p[2]), float(p[3])}; }
 inline void vstore(bf16* p, vf x) {
     for (int i = 0; i < W; ++i) p[i] = from_float<bf16>(x[i]);
 }
