@@ -31,6 +31,9 @@ from worker.simulated import SimulatedRunner, StepTime
 
 log = logging.getLogger("headrace.worker")
 
+LOADER = "load-model"
+"""The thread that loads."""
+
 
 def load_runner(config: WorkerConfig) -> Runner:
     """Load the model (or its simulation). Raises StartupError with the reason if it cannot be served."""
@@ -91,7 +94,7 @@ def _load_in_background(config: WorkerConfig) -> asyncio.Future[Runner]:
         with contextlib.suppress(RuntimeError):  # the loop is closed: the worker has stopped
             loop.call_soon_threadsafe(settle, runner, error)
 
-    threading.Thread(target=load, name="load-model", daemon=True).start()
+    threading.Thread(target=load, name=LOADER, daemon=True).start()
     return loaded
 
 
@@ -125,7 +128,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = parse_service(WorkerConfig, "worker", "headrace worker", argv)
     setup_logging("worker", config.log_level)
     start_up.ended("imports")
-    return run(lambda stop: serve(config, stop))
+    code = run(lambda stop: serve(config, stop))
+    _leave_a_loader_behind(code)
+    return code
+
+
+def _leave_a_loader_behind(code: int) -> None:
+    """End at once if the loader still runs. The interpreter's own end would stop it inside of torch, whose functions
+    then abort the process."""
+    if any(thread.name == LOADER for thread in threading.enumerate()):
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 if __name__ == "__main__":
