@@ -15,7 +15,7 @@ from pathlib import Path
 
 from benchmarks.peers.install import is_installed, python_of, tcmalloc
 from benchmarks.peers.models import NAME, Models
-from benchmarks.peers.report import OURS
+from benchmarks.peers.report import CORE, OURS
 from benchmarks.peers.running import Command, Running, driven, served
 from benchmarks.peers.workloads import LOADS
 from headrace.launch import free_port
@@ -65,6 +65,13 @@ def _headrace(setup: Setup) -> AbstractContextManager[Running]:
     ]  # fmt: skip
     command = Command(words, setup.log(OURS))
     return served(command, f"http://{HOST}:{port}", "/ready", NAME, START_S)
+
+
+def _headrace_core(setup: Setup) -> AbstractContextManager[Running]:
+    words = [sys.executable, str(DRIVERS / "headrace_core.py")]
+    # Its script's folder comes first among the places where it looks for modules; the project, not installed, after it.
+    env = {"GOMP_SPINCOUNT": "2000", "PYTHONPATH": str(DRIVERS.parents[2])}
+    return driven(Command(words, setup.log(CORE), env), {"model": str(setup.models.safetensors())})
 
 
 def cpu_list(cpus: Sequence[int]) -> str:
@@ -134,6 +141,7 @@ ENGINES = {
     engine.name: engine
     for engine in (
         Engine(OURS, "a whole mesh by `headrace up`, HTTP", "", _headrace),
+        Engine(CORE, "its scheduler core and runner in one process: no gateway, no NATS", "", _headrace_core),
         Engine("vllm", "vLLM's CPU build, HTTP", "vllm", _vllm),
         Engine("openvino", "OpenVINO GenAI, in process, 2,048 tokens a step", "openvino", _openvino("openvino", 2048)),
         Engine("openvino-256", "the same, 256 tokens a step", "openvino", _openvino("openvino-256", 256),

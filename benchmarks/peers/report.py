@@ -8,6 +8,9 @@ from benchmarks.peers.figures import Figures
 from headrace.text_table import table
 
 OURS = "headrace"
+CORE = "headrace-core"
+"""Our scheduler core and runner in one process: no peer, but what the mesh is held against."""
+
 NONE = "-"
 DISTURBED_SHARE = 0.1
 """Foreign CPU above this share of one CPU is named below the tables."""
@@ -51,7 +54,7 @@ def rate(runs: Runs, engine: str, load: str) -> float:
 
 def best_peer(engines: Sequence[str], load: str, runs: Runs) -> str:
     """The quickest engine that is not Headrace under this load; empty if none was measured."""
-    peers = [engine for engine in engines if engine != OURS and rate(runs, engine, load)]
+    peers = [engine for engine in engines if engine not in (OURS, CORE) and rate(runs, engine, load)]
     return max(peers, key=lambda engine: rate(runs, engine, load), default="")
 
 

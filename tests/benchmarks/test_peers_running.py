@@ -143,7 +143,7 @@ def test_a_server_that_ends_before_it_is_ready_says_what_it_logged(tmp_path: Pat
 
 def test_every_engine_names_loads_that_exist_and_only_ours_needs_no_environment(tmp_path: Path) -> None:
     assert all(set(engine.loads) <= set(LOADS) for engine in ENGINES.values())
-    assert [name for name, engine in ENGINES.items() if engine.installed(tmp_path)] == ["headrace"]
+    assert [name for name, engine in ENGINES.items() if engine.installed(tmp_path)] == ["headrace", "headrace-core"]
 
 
 def test_cpus_are_listed_as_ranges_where_they_are_one() -> None:
