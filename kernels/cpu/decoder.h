@@ -117,6 +117,7 @@ class DecoderPass {
         return crew_.share((panels + each - 1) / each, [&](int task) {
             for (int index = task * each; index < std::min(panels, (task + 1) * each); ++index)
                 panel_product<T>(w, index, a, k, rows, c_.scratch[crew_.thread].panel,
+                                 panel_after<T>(w, index, each, c_.threads),
                                  [&](int row, const float* tile) { store(index, row, tile); });
         });
     }

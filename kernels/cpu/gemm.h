@@ -43,15 +43,29 @@ inline __attribute__((always_inline)) void multiply(const char* a, ptrdiff_t row
     }
 }
 
+// What is to be brought near while a panel is multiplied: the next one's bytes, a share in each pass over this one. The
+// first pass over a panel waits for memory and the later ones do not, unless it is spread like that.
+struct Ahead {
+    const char* at = nullptr;
+    ptrdiff_t step = 0;  // bytes a unit
+};
+
 // A group of COLS * W columns of a panel for ROWS rows, into tile [ROWS][PANEL] from column `first` on.
 template <class T, int ROWS>
-inline void multiply_group(const char* a, ptrdiff_t row_bytes, const char* panel, int units, int first, float* tile) {
+inline void multiply_group(const char* a, ptrdiff_t row_bytes, const char* panel, int units, int first, float* tile, Ahead ahead) {
     vf acc[ROWS][NV];
     for (int r = 0; r < ROWS; ++r)
         for (int j = 0; j < NV; ++j) acc[r][j] = vzero();
-    const char* b[NV];
-    for (int j = 0; j < NV; ++j) b[j] = panel + 4 * (first + j * W);
-    multiply<T, ROWS, NV>(a, row_bytes, b, 4 * PANEL, units, acc);
+    const char* column = panel + 4 * first;
+    for (int unit = 0; unit < units; ++unit) {
+        __builtin_prefetch(ahead.at);
+        ahead.at += ahead.step;
+        for (int r = 0; r < ROWS; ++r) {
+            auto x = Unit<T>::broadcast(a + r * row_bytes + 4 * unit);
+            for (int j = 0; j < NV; ++j) acc[r][j] = Unit<T>::mac(acc[r][j], x, column + 4 * W * j);
+        }
+        column += 4 * PANEL;
+    }
     for (int r = 0; r < ROWS; ++r)
         for (int j = 0; j < NV; ++j) vstore(tile + r * PANEL + first + j * W, acc[r][j]);
 }
@@ -93,10 +107,11 @@ inline void multiply_group_int8(const char* a, ptrdiff_t row_bytes, const int8_t
 
 template <class T, int ROWS>
 struct Rows {
-    static void multiply_panel(int rows, const char* a, ptrdiff_t row_bytes, const char* panel, int units, float* tile) {
-        if (rows < ROWS) return Rows<T, ROWS - 1>::multiply_panel(rows, a, row_bytes, panel, units, tile);
+    static void multiply_panel(int rows, const char* a, ptrdiff_t row_bytes, const char* panel, int units, float* tile,
+                               Ahead ahead) {
+        if (rows < ROWS) return Rows<T, ROWS - 1>::multiply_panel(rows, a, row_bytes, panel, units, tile, ahead);
         for (int first = 0; first < PANEL; first += NV * W)
-            multiply_group<T, ROWS>(a, row_bytes, panel, units, first, tile);
+            multiply_group<T, ROWS>(a, row_bytes, panel, units, first, tile, ahead);
     }
     static void multiply_int8(int rows, const char* a, ptrdiff_t row_bytes, const int8_t* panel, int units, float* tile,
                               char* expanded) {
@@ -114,7 +129,7 @@ struct Rows {
 
 template <class T>
 struct Rows<T, 0> {
-    static void multiply_panel(int, const char*, ptrdiff_t, const char*, int, float*) {}
+    static void multiply_panel(int, const char*, ptrdiff_t, const char*, int, float*, Ahead) {}
     static void multiply_int8(int, const char*, ptrdiff_t, const int8_t*, int, float*, char*) {}
 };
 
@@ -141,14 +156,18 @@ inline size_t panel_bytes(const Weight& w) {
     return w.format == Format::int8 ? full / 4 * Unit<T>::values : full;
 }
 
+// `next`: a panel that this thread is likely to take after this one, or null.
 // Panel `index` of w times all `rows` of a; store(row, tile row of PANEL floats) for each row, in order.
 template <class T, class Store>
-inline void panel_product(const Weight& w, int index, const T* a, ptrdiff_t stride, int rows, char* scratch, Store&& store) {
+inline void panel_product(const Weight& w, int index, const T* a, ptrdiff_t stride, int rows, char* scratch, const char* next, Store&& store) {
     const int units = units_of<T>(w.k);
     const char* panel = w.panels + size_t(index) * panel_bytes<T>(w);
     alignas(64) float tile[MR * PANEL];
     const int tiles = (rows + MR - 1) / MR;
+    const ptrdiff_t bytes = ptrdiff_t(panel_bytes<T>(w));
+    const bool spread = next && tiles > 2;  // with fewer passes the processor's own prefetching does as well
     for (int t = 0, row = 0; t < tiles; ++t) {
+        const Ahead ahead = spread ? Ahead{next + t * bytes / tiles, bytes / units / tiles} : Ahead{panel, 0};
         const int count = (rows - row) / (tiles - t);  // even shares: no tile of a single row at the end
         const char* first = (const char*)(a + row * stride);
         const ptrdiff_t row_bytes = stride * ptrdiff_t(sizeof(T));
@@ -156,7 +175,7 @@ inline void panel_product(const Weight& w, int index, const T* a, ptrdiff_t stri
             Rows<T, MR>::multiply_int8(count, first, row_bytes, (const int8_t*)panel, units, tile, tiles > 1 ? scratch : nullptr);
             panel = scratch;
         } else {
-            Rows<T, MR>::multiply_panel(count, first, row_bytes, panel, units, tile);
+            Rows<T, MR>::multiply_panel(count, first, row_bytes, panel, units, tile, ahead);
         }
         if (w.format == Format::int8) {
             for (int c = 0; c < PANEL; c += W) {
@@ -179,6 +198,14 @@ inline void panel_product(const Weight& w, int index, const T* a, ptrdiff_t stri
         for (int r = 0; r < count; ++r) store(row + r, tile + r * PANEL);
         row += count;
     }
+}
+
+// Where the panel lies that a thread takes after `index`, if tasks of `each` panels are taken in turns; null at the end.
+template <class T>
+inline const char* panel_after(const Weight& w, int index, int each, int threads) {
+    const int task = index / each;
+    const int then = index + 1 < (task + 1) * each ? index + 1 : (task + threads) * each;
+    return then < w.num_panels() ? w.panels + size_t(then) * panel_bytes<T>(w) : nullptr;
 }
 
 // Tasks for the panels of a product: few rows make a panel's work short, so that several are taken at once.

@@ -88,7 +88,7 @@ struct LinearContext {
     const T* a;
     T* out;
     int64_t a_stride, out_stride;
-    int rows, each;
+    int rows, each, threads;
     char* const* panels;  // [threads]: room for an int8 panel
 };
 
@@ -98,6 +98,7 @@ void run_linear(Crew& crew, const LinearContext<T>& c) {
     if (!crew.share((panels + c.each - 1) / c.each, [&](int task) {
             for (int index = task * c.each; index < std::min(panels, (task + 1) * c.each); ++index)
                 panel_product<T>(c.weight, index, c.a, c.a_stride, c.rows, c.panels[crew.thread],
+                                 panel_after<T>(c.weight, index, c.each, c.threads),
                                  [&](int row, const float* tile) {
                                      T* out = c.out + row * c.out_stride + index * PANEL;
                                      const int columns = std::min(PANEL, c.weight.n - index * PANEL);
@@ -132,6 +133,7 @@ void linear(Pool& pool, const HrWeight& weight, const void* a, int64_t a_stride,
     c.a_stride = a_stride;
     c.out_stride = out_stride;
     c.rows = rows;
+    c.threads = pool.threads();
     c.each = panels_per_task(rows, c.weight.num_panels(), pool.threads());
     pool.run<LinearContext<T>, &run_linear<T>>(c, 1);
 }
