@@ -16,8 +16,9 @@ from torch import nn
 
 from kernels.contract import Geometry, LayerAttention
 from kernels.cpu.attention import refusal
-from kernels.cpu.decoder import DecoderLayer, DecoderWeights, PackedMatrix, interleave
+from kernels.cpu.decoder import DecoderLayer, DecoderWeights, PackedMatrix, WeightMemory, interleave
 from kernels.cpu.library import Library
+from worker.heap import give_back
 
 _LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -135,6 +136,7 @@ def pack(library: Library, module: Any, dtype: torch.dtype, quantize: bool = Fal
     head = module.get_output_embeddings()
     tied = head.weight.data_ptr() == base.embed_tokens.weight.data_ptr() and not quantize
     embedding = None if tied else base.embed_tokens.weight.detach().contiguous()
+    memory = WeightMemory(library)
     layers = []
     inner = base.layers[0].mlp.gate_proj.out_features
     hidden = base.embed_tokens.embedding_dim
@@ -147,11 +149,15 @@ def pack(library: Library, module: Any, dtype: torch.dtype, quantize: bool = Fal
         bias = _biases(halves)
         norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
         qkv = PackedMatrix(
-            library, torch.cat([p.weight.detach() for p in projections]), _joined(_biases(projections)), quantize
+            library,
+            torch.cat([p.weight.detach() for p in projections]),
+            _joined(_biases(projections)),
+            quantize,
+            memory,
         )
-        out = PackedMatrix(library, attention.o_proj.weight, attention.o_proj.bias, quantize)
-        gate_up = PackedMatrix(library, both, None if bias is None else interleave(*bias), quantize)
-        down = PackedMatrix(library, mlp.down_proj.weight, mlp.down_proj.bias, quantize)
+        out = PackedMatrix(library, attention.o_proj.weight, attention.o_proj.bias, quantize, memory)
+        gate_up = PackedMatrix(library, both, None if bias is None else interleave(*bias), quantize, memory)
+        down = PackedMatrix(library, mlp.down_proj.weight, mlp.down_proj.bias, quantize, memory)
         layers.append(
             DecoderLayer(
                 qkv=qkv,
@@ -170,7 +176,9 @@ def pack(library: Library, module: Any, dtype: torch.dtype, quantize: bool = Fal
         attention.o_proj, mlp.down_proj = (_StandIn(one, torch.arange(hidden)) for one in (out, down))
         place = interleave(torch.arange(inner), inner + torch.arange(inner)).argsort()
         mlp.gate_proj, mlp.up_proj = (_StandIn(gate_up, half) for half in torch.split(place, inner))
-    packed_head = PackedMatrix(library, head.weight, None, quantize)
+        del projections, halves, both
+        give_back()
+    packed_head = PackedMatrix(library, head.weight, None, quantize, memory)
     module.set_output_embeddings(_StandIn(packed_head, torch.arange(head.out_features)))
     return DecoderWeights(
         layers=layers,

@@ -29,6 +29,7 @@ from worker.attention import PagedPass, answering
 from worker.batch import SCRATCH_PAGE, Batch, Row, Sampled, Slot, Step
 from worker.config import WorkerConfig
 from worker.grammar import Grammars, Guide, load_engine_tokenizer
+from worker.heap import give_back
 from worker.kv_cache import KVCache, PoolSize, budget_bytes, bytes_per_token, pool_size
 from worker.linear import MIN_ROWS
 from worker.logprobs import describe, describe_prompt, log_probabilities
@@ -128,6 +129,7 @@ class TorchRunner:
         log.info("%s", size.describe())
         if self_check and loaded.dtype != torch.float64 and not rows_keep_their_bits(runner):
             log.warning("on this machine a row's bits depend on the rows beside it: tokens may differ between runs")
+        give_back()
         start_up.ended("self-check")
         return runner
 

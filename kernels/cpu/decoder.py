@@ -27,15 +27,55 @@ ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
 STAGES = ("embed", "norm", "qkv", "rope", "attention", "o_proj", "gate_up", "down", "logits")
 
 
+class _Piece:
+    """Memory of the library's, let go with the last that refers to it."""
+
+    def __init__(self, library: Library, num_bytes: int) -> None:
+        self.start = library.c.headrace_alloc(num_bytes)
+        if not self.start:
+            raise MemoryError(f"no {num_bytes:,} bytes for a weight")
+        self.num_bytes = num_bytes
+        _at_the_end_of(self, library.c.headrace_free, self.start, num_bytes)
+
+
+class WeightMemory:
+    """Where the packed weights of a model lie, one behind the other in the order of their making.
+
+    The system gives huge pages, of 2 MiB: a page to each matrix would take a small model twice its size.
+    """
+
+    PIECE_BYTES = 64 << 20  # taken from the system at once; of what is not written nothing is resident
+
+    def __init__(self, library: Library) -> None:
+        self._library = library
+        self._piece: _Piece | None = None
+        self._used = 0
+
+    def take(self, num_bytes: int) -> tuple[int, object]:
+        """The address of ``num_bytes``, zeroed, at a multiple of 64, and what to keep for as long as they are used.
+        Raises MemoryError."""
+        if self._piece is None or self._used + num_bytes > self._piece.num_bytes:
+            self._piece = _Piece(self._library, max(num_bytes, self.PIECE_BYTES))
+            self._used = 0
+        start = self._piece.start + self._used
+        self._used += -(-num_bytes // 64) * 64
+        return start, self._piece
+
+
 class PackedMatrix:
     """A weight ``[n, k]``, with a bias ``[n]`` or none, in the order that the products read.
 
-    ``quantize``: to int8, each of ``n`` with a scale of its own. Raises ValueError for shapes that don't fit,
-    MemoryError.
+    ``quantize``: to int8, each of ``n`` with a scale of its own. Without ``memory`` it has memory of its own. Raises
+    ValueError for shapes that don't fit, MemoryError.
     """
 
     def __init__(
-        self, library: Library, weight: torch.Tensor, bias: torch.Tensor | None = None, quantize: bool = False
+        self,
+        library: Library,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        quantize: bool = False,
+        memory: WeightMemory | None = None,
     ) -> None:
         n, k = weight.shape
         if weight.dtype not in DTYPES or k % 16 or not n * k:
@@ -47,10 +87,12 @@ class PackedMatrix:
             weight = weight.contiguous()
         panels = -(-n // PANEL)
         self.num_bytes = panels * PANEL * k * (1 if quantize else weight.element_size())
-        start = library.c.headrace_alloc(self.num_bytes)
-        if not start:
-            raise MemoryError(f"no {self.num_bytes:,} bytes for a weight")
-        _at_the_end_of(self, library.c.headrace_free, start, self.num_bytes)
+        start: int
+        if memory is None:
+            self._kept: object = (own := _Piece(library, self.num_bytes))
+            start = own.start
+        else:
+            start, self._kept = memory.take(self.num_bytes)
         self._scales = torch.zeros(panels * PANEL) if quantize else None
         self._bias = None
         if bias is not None:

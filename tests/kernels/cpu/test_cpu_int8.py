@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from paged_attention import usable_isas
 
-from kernels.cpu.decoder import PackedMatrix
+from kernels.cpu.decoder import PackedMatrix, WeightMemory
 from kernels.cpu.library import Library
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -67,3 +69,26 @@ def test_a_quarter_of_float32s_and_half_of_bfloat16s_memory(library: Library) ->
     for dtype, share in [(torch.float32, 4), (torch.bfloat16, 2)]:
         plain, int8 = (PackedMatrix(library, rows(64, 96, dtype), None, quantize) for quantize in (False, True))
         assert plain.num_bytes == share * int8.num_bytes
+
+
+def test_matrices_of_one_memory_lie_one_behind_the_other(library: Library) -> None:
+    memory = WeightMemory(library)
+    weights = [rows(n, 48, torch.bfloat16, seed=n) for n in (32, 70, 64)]
+    first, second, third = (PackedMatrix(library, weight, None, True, memory) for weight in weights)
+    assert second.struct.panels == first.struct.panels + first.num_bytes
+    assert third.struct.panels == second.struct.panels + second.num_bytes
+    x = rows(5, 48, torch.bfloat16)
+    wanted = PackedMatrix(library, weights[2], None, True)(x)
+    del first, second, memory
+    gc.collect()
+    assert torch.equal(third(x), wanted)
+
+
+def test_memory_is_taken_anew_where_a_piece_is_full(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(WeightMemory, "PIECE_BYTES", 4096)
+    memory = WeightMemory(library)
+    weights = [rows(n, 48, torch.bfloat16, seed=n) for n in (32, 32, 32, 320, 32)]
+    x = rows(5, 48, torch.bfloat16)
+    matrices = [PackedMatrix(library, weight, None, True, memory) for weight in weights]
+    for weight, matrix in zip(weights, matrices, strict=True):
+        assert torch.equal(matrix(x), PackedMatrix(library, weight, None, True)(x))
