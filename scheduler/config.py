@@ -54,8 +54,9 @@ class SchedulerConfig(MeshConfig):
         check=between(0.01, 1.0),
     )  # fmt: skip
     target_itl_ms: float = option(
-        100.0,
-        "shrink prefill chunks beside decodes so that an iteration is predicted to stay under it; 0: fixed budget",
+        60.0,
+        "shrink prefill chunks beside decodes so that an iteration is predicted to stay under it, or under twice that "
+        "if prompts get their first token by it; 0: fixed budget",
         check=at_least(0),
     )  # fmt: skip
     prefill_chunk_limit: int = option(512, "most prompt tokens of one sequence in one iteration", check=at_least(1))

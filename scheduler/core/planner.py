@@ -16,8 +16,11 @@ from scheduler.core.sequence import Lack, Sequence, Status, pages_for
 from scheduler.core.step_time import attention_pairs
 from scheduler.core.waiting import WaitingQueue
 from scheduler.core.worker_state import Placement, WorkerState
-from scheduler.policies.prefill import share_prefill, share_whole_prompts
+from scheduler.policies.prefill import finish_short, share_prefill, share_whole_prompts
 from scheduler.policies.victim import Candidate, choose_victim
+
+FINISHING_STRETCH = 2
+"""Times the target ITL that a step may take if prompts get their first token by it."""
 
 
 class ContinuousPlanner:
@@ -75,7 +78,11 @@ class ContinuousPlanner:
                     limits.long_context_share,
                 )  # fmt: skip
 
-            grants = share(self._within_target(worker, len(decodes), prefills, budget, share))
+            within = self._within_target(worker, len(decodes), prefills, budget, share, 1)
+            grants = share(within)
+            if within < budget:  # prompts that this step can finish may stretch it
+                stretched = self._within_target(worker, len(decodes), prefills, budget, share, FINISHING_STRETCH)
+                finish_short(grants, needs, stretched - sum(grants), limits.prefill_chunk_limit)
         else:
             grants = share_whole_prompts(needs, budget)
         for sequence, grant in zip(prefills, grants, strict=True):
@@ -91,8 +98,10 @@ class ContinuousPlanner:
         prefills: list[Sequence],
         budget: int,
         share: Callable[[int], list[int]],
+        stretch: int,
     ) -> int:
-        """The prefill budget with which the step is predicted to keep the target ITL (Niyama: dynamic chunking)."""
+        """The prefill budget with which the step is predicted to keep ``stretch`` times the target ITL (Niyama: dynamic
+        chunking)."""
         limits = self._limits
         if not limits.target_itl_ns or not decodes or not prefills:
             return budget
@@ -101,7 +110,7 @@ class ContinuousPlanner:
             grants = zip(prefills, share(tokens), strict=True)
             return sum(attention_pairs(sequence.scheduled, grant) for sequence, grant in grants)
 
-        target_us = limits.target_itl_ns / 1000
+        target_us = stretch * limits.target_itl_ns / 1000
         return worker.predictor.prefill_within(target_us, decodes, budget, limits.min_prefill_tokens, pairs)
 
     def _fork_if_done(

@@ -30,6 +30,9 @@ def attention_pairs(before: int, count: int) -> int:
 MOSTLY_DECODING = 0.75
 """Of the target: from here on decodes leave too little to prompts, and the target gives way."""
 
+ENOUGH_STEPS = 8
+"""That only decode, seen of late, before their duration is believed so far."""
+
 
 class StepTimePredictor:
     """Least squares, fitted online with exponential forgetting."""
@@ -40,6 +43,10 @@ class StepTimePredictor:
 
     def observe(self, work: PlannedWork, duration_us: float) -> None:
         if work.prefill:
+            if work.decodes and duration_us < self._decode.predict(work.decodes):
+                # Its decodes took no longer than all of it: what was learned of them (a worker's cold first step,
+                # say) is wrong, and no step without prompts may come for long to put it right.
+                self._decode.observe(work.decodes, duration_us)
             self._prefill.observe(work.prefill, work.pairs, duration_us - self._decode.predict(work.decodes))
         elif work.decodes:
             self._decode.observe(work.decodes, duration_us)
@@ -70,10 +77,10 @@ class StepTimePredictor:
         arithmetic from there on.
         """
         high = min(budget, max(least, int(1.5 * self._prefill.widest)))
-        decoding = self._decode.predict(decodes)
-        allowed = duration_us - min(self._prefill.error, duration_us / 4) - decoding
-        if decoding > MOSTLY_DECODING * duration_us:
-            allowed = max(allowed, decoding / 2)
+        allowed = duration_us - min(self._prefill.error, duration_us / 4) - self._decode.predict(decodes)
+        # As measured, not as predicted: a prediction that is too high would feed itself by longer steps.
+        if self._decode.steps >= ENOUGH_STEPS and self._decode.mean > MOSTLY_DECODING * duration_us:
+            allowed = max(allowed, self._decode.mean / 2)
         low = min(budget, least)
         while low < high:
             middle = (low + high + 1) // 2
@@ -88,6 +95,8 @@ class _DecodeFit:
     """``T = a + b·rows`` over decode-only steps."""
 
     KEEP = 0.95
+    RIDGE = 0.02
+    RIDGE_ROWS = 1.0
 
     def __init__(self) -> None:
         self._n = self._x = self._y = self._xx = self._xy = 0.0
@@ -105,8 +114,20 @@ class _DecodeFit:
             return 0.0
         mean_x, mean_y = self._x / self._n, self._y / self._n
         variance = self._xx / self._n - mean_x * mean_x
-        slope = max(0.0, (self._xy / self._n - mean_x * mean_y) / variance) if variance > 1e-6 else 0.0
+        # Pulled towards 0 (ridge): a few steps of one, two and three rows would else tell what sixty cost.
+        spread = variance + self.RIDGE * mean_x * mean_x + self.RIDGE_ROWS
+        slope = max(0.0, (self._xy / self._n - mean_x * mean_y) / spread)
         return max(0.0, mean_y + slope * (rows - mean_x))
+
+    @property
+    def steps(self) -> float:
+        """How many were seen, those of long ago counting less."""
+        return self._n
+
+    @property
+    def mean(self) -> float:
+        """What the steps seen of late took, us; 0 before any."""
+        return self._y / self._n if self._n else 0.0
 
 
 class _PrefillFit:

@@ -37,6 +37,20 @@ def share_prefill(
     return grants
 
 
+def finish_short(grants: list[int], remaining: Sequence[int], extra: int, chunk_limit: int) -> None:
+    """Raise the grants of prompts that ``extra`` tokens beyond the budget would finish, the shortest rest first.
+
+    A prompt that is read to its end in this iteration has its first token one iteration sooner; one that is not gains
+    nothing that is worth a longer iteration.
+    """
+    for index in sorted(range(len(remaining)), key=lambda i: (remaining[i] - grants[i], i)):
+        need = remaining[index] - grants[index]
+        if need > extra or remaining[index] > chunk_limit:
+            continue
+        grants[index] += need
+        extra -= need
+
+
 def share_whole_prompts(remaining: Sequence[int], budget: int) -> list[int]:
     """Without chunking: whole prompts in order of age, as many as fit; one that does not fit stops those behind it."""
     grants = [0] * len(remaining)

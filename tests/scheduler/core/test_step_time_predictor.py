@@ -115,3 +115,13 @@ def test_predictions_are_never_negative() -> None:
         for work in (PlannedWork(1), PlannedWork(0, 1, 1), PlannedWork(5, 4000, 10**9)):
             assert predictor.predict_us(work) >= 0
         assert predictor.prompt_us(1000) >= 0
+
+
+def test_a_cold_first_step_does_not_make_every_later_one_long() -> None:
+    """The only step without prompts took ten times as long as decodes take: it is forgotten, and the target kept."""
+    predictor = StepTimePredictor()
+    predictor.observe(PlannedWork(1), 120_000)
+    took = serve_prompt(predictor, 20_000, 60_000)
+    assert max(took) < 1.2 * 60_000
+    settled = took[len(took) // 3 : -1]
+    assert sum(settled) / len(settled) > 0.6 * 60_000
