@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from headrace.__main__ import main
 from headrace.profile import phases, roofline, steps
 from headrace.profile.roofline import Machine, Weights
 from headrace.profile.steps import Load
+from kernels.cpu import library
 from worker.torch_runner import TorchRunner
 
 
@@ -36,10 +38,18 @@ def profile(folder: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> st
 FLOAT32 = ("--dtype", "float32", "--batch", "1,5", "--chunk", "33")
 
 
-def test_an_op_by_op_model_is_divided_by_the_torch_profiler(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HEADRACE_CPU_ISA", "none")
+@pytest.fixture
+def without_library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As on a machine without a compiler; the environment is looked at once in a process, and others came first."""
+    with monkeypatch.context() as patch:
+        patch.setenv("HEADRACE_CPU_ISA", "none")
+        library.find.cache_clear()
+        yield
+    library.find.cache_clear()
+
+
+@pytest.mark.usefixtures("without_library")
+def test_an_op_by_op_model_is_divided_by_the_torch_profiler(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(profile(folder, capsys, *FLOAT32, "--json", "--temperature", "1"))
     assert [step["load"] for step in found["steps"]] == ["batch 1", "batch 5", "chunk 33"]
     assert (found["dtype"], found["threads"]) == ("float32", 1)
@@ -87,8 +97,8 @@ def test_a_phase_that_nobody_knows_is_no_silent_zero() -> None:
         phases.by_kind({"fused": 1.0})
 
 
-def test_tracing_leaves_the_runner_as_it_was(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HEADRACE_CPU_ISA", "none")
+@pytest.mark.usefixtures("without_library")
+def test_tracing_leaves_the_runner_as_it_was(folder: Path) -> None:
     runner = TorchRunner.load(folder, dtype="float32", num_blocks=16, num_threads=1, self_check=False)
     before = (dict(vars(runner.kernel)), phases.torch_runner.sample, dict(vars(runner.model.module.lm_head)))
     phases.traced(runner, lambda: None)
