@@ -123,7 +123,7 @@ async def run_gateway(gateway: Gateway, listener: socket.socket, stop: asyncio.E
 async def drain(gateway: Gateway, grace_s: float) -> None:
     """Refuse new requests and wait for the open ones; after the grace, end them with an error."""
     gateway.draining = True
-    log.info("draining: %d requests in flight, %g s of grace", gateway.in_flight, grace_s)
+    log.info("draining: requests in flight: %d; %g s of grace", gateway.in_flight, grace_s)
     if await _idle(gateway, grace_s):
         return
     log.warning("the grace is over: %d requests end with an error", gateway.in_flight)

@@ -32,7 +32,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         "request", nargs="?", default="",
         help="id of the request, of the answer (chatcmpl-...), or the X-Request-Id that the client sent",
     )  # fmt: skip
-    made.add_argument("--slowest", type=int, default=None, metavar="N", help="list the N slowest requests instead")
+    made.add_argument(
+        "--slowest", type=int, nargs="?", const=10, default=None, metavar="N",
+        help="list the N slowest requests instead (10 without a number)",
+    )  # fmt: skip
     made.add_argument(
         "--scheduler", default=os.environ.get(SCHEDULER_ENV) or DEFAULT_SCHEDULER, metavar="URL",
         help=f"the scheduler's internal listener (default: ${SCHEDULER_ENV}, or {DEFAULT_SCHEDULER})",

@@ -40,6 +40,10 @@ class Native:
     weights: DecoderWeights
     rotations: Callable[[int], tuple[torch.Tensor, torch.Tensor]]  # cos and sin of so many positions
 
+    @property
+    def quantized(self) -> bool:
+        return bool(self.weights.head.struct.format)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedModel:
@@ -56,6 +60,16 @@ class LoadedModel:
     dtype: torch.dtype
     device: torch.device
     native: Native | None = None
+
+    def describe(self, kernel: str, threads: int) -> str:
+        """The line printed at start: what runs it, in which type."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        if self.device.type != "cpu":
+            return f"{dtype} on {self.device}, module by module, {kernel} attention"
+        how = "module by module"
+        if self.native is not None:
+            how = "one C++ call a step" + (", weights in int8" if self.native.quantized else "")
+        return f"{dtype} on the CPU, {threads} thread{'' if threads == 1 else 's'}, {how}, {kernel} attention"
 
     def logits(self, token_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
         """``[T]`` ids and positions to the logits ``[len(keep), vocab_size]`` of the rows in ``keep``.

@@ -126,6 +126,7 @@ class TorchRunner:
         grammars = Grammars(lambda: load_engine_tokenizer(folder, loaded.vocab_size, loaded.eos_token_ids))
         runner = cls(loaded, kernel, size, served_model_name or folder, grammars, swap_space)
         start_up.ended("KV cache")
+        log.info("%s", loaded.describe(kernel.name, torch.get_num_threads()))
         log.info("%s", size.describe())
         if self_check and loaded.dtype != torch.float64 and not rows_keep_their_bits(runner):
             log.warning("on this machine a row's bits depend on the rows beside it: tokens may differ between runs")
