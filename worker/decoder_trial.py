@@ -12,6 +12,7 @@ layout, queries that are scaled by their position. So two passes are compared be
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -45,7 +46,7 @@ def check_cutting(
     attention = [attention[index] for index in layers]
     _, apart = packed(library, small, geometry, attention, torch.float32, False, trial_positions(limit))
     if not apart < CUTTING_TOLERANCE:
-        raise NotThisShape(f"the C++ decoder's logits differ from its own by {apart:.2%}")
+        raise NotThisShape(_apart(apart))
 
 
 def checked_weights(
@@ -61,7 +62,7 @@ def checked_weights(
     module has no weights of its own then."""
     weights, apart = packed(library, module, geometry, attention, dtype, quantize, trial_positions(limit))
     if not apart < tolerance(dtype):
-        raise NotThisShape(f"the C++ decoder's logits differ from its own by {apart:.2%}")
+        raise NotThisShape(_apart(apart))
     return weights
 
 
@@ -174,3 +175,9 @@ def difference(
 def tolerance(dtype: torch.dtype) -> float:
     """What the whole model's :func:`difference` stays below. Measured: float32 1e-6 to 3e-5, bfloat16 up to 5 %."""
     return 0.3 if dtype == torch.bfloat16 else 1e-3
+
+
+def _apart(difference: float) -> str:
+    if math.isnan(difference) or math.isinf(difference):
+        return "its own logits, or the C++ decoder's, are not finite: are its weights?"
+    return f"the C++ decoder's logits differ from its own by {difference:.2%}"

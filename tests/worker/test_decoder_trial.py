@@ -8,14 +8,19 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from tiny_models import make_tiny_model
 from torch import nn
 
 from kernels.contract import Geometry
 from kernels.cpu.library import Library, find
+from shared.lifecycle import StartupError
 from worker import attention, decoder_trial, experts
 from worker.decoder import NotThisShape, check
 from worker.decoder_trial import TRIAL_TOKENS, check_cutting, checked_weights, kinds_of_layers, trial_positions
 from worker.model import _config, _trial, _weights
+from worker.self_check import rows_keep_their_bits
+from worker.torch_runner import TorchRunner
 
 MakeModel = Callable[..., Path]
 
@@ -148,3 +153,13 @@ def test_parts_that_the_library_would_read_past_are_told(tiny_model: MakeModel) 
     assert changed(lambda m: m.module.base_model.norm.double()) == "weights that are not in float32"
     assert changed(lambda m: m.layers.pop()) == "layers without attention of their own"
     assert changed(last_mlp_gelu) == "the activation GELU"
+
+
+def test_logits_that_are_not_finite_are_named_as_such(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path / "broken")
+    weights = load_file(folder / "model.safetensors")
+    weights["model.layers.0.mlp.gate_proj.weight"][7] = float("nan")
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(StartupError, match="are not finite"):
+        TorchRunner.load(folder, dtype="float32", num_blocks=64, quantize="int8")
+    assert rows_keep_their_bits(TorchRunner.load(folder, dtype="float32", num_blocks=64, self_check=False))
