@@ -103,7 +103,7 @@ def load_model(
     transformers.utils.logging.disable_progress_bar()
     attention.register()
     experts.register()
-    target = _device(device)
+    target = device_of(device)
     config = _config(model)
     check_config(model, config)
     kind = _dtype(dtype, target, library)
@@ -196,7 +196,8 @@ def _native(
     return Native(weights, lambda count: decoder.rotations(rotary, torch.arange(count), dtype)), ""
 
 
-def _device(device: str) -> torch.device:
+def device_of(device: str) -> torch.device:
+    """The device that ``auto``, ``cpu`` or ``cuda`` means here. Raises StartupError."""
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:

@@ -33,7 +33,7 @@ from worker.heap import give_back
 from worker.kv_cache import KVCache, PoolSize, budget_bytes, bytes_per_token, pool_size
 from worker.linear import MIN_ROWS
 from worker.logprobs import describe, describe_prompt, log_probabilities
-from worker.model import LoadedModel, load_model
+from worker.model import LoadedModel, device_of, load_model
 from worker.processors import Shape, asks_for_counts, bias_of
 from worker.sampling import SampleRow, sample
 from worker.self_check import rows_keep_their_bits
@@ -102,8 +102,7 @@ class TorchRunner:
         """
         if num_threads is not None:
             torch.set_num_threads(num_threads)
-        on_cpu = device == "cpu" or (device == "auto" and not torch.cuda.is_available())
-        library = cpu_library.load() if on_cpu else None
+        library = cpu_library.load() if device_of(device).type == "cpu" else None
         if library is not None:
             library.c.headrace_set_threads(torch.get_num_threads())
         loaded = load_model(os.fspath(model), dtype, device, library, block_size, quantize)

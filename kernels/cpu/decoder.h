@@ -29,13 +29,65 @@ struct Tasks {
     const Item* items;
     const Merge* merges;
     int num_items, num_merges;
-    int window;
 };
 
 struct ThreadScratch {
     AttentionScratch attention;
     char* panel = nullptr;  // an int8 panel expanded
 };
+
+// --- phases that a whole pass and single operations share ------------------------------------------------------------
+
+// row(r) for each of so many rows.
+template <class Row>
+[[nodiscard]] inline bool share_rows(Crew& crew, int threads, int rows, Row&& row) {
+    const int each = std::max(4, (rows + 4 * threads - 1) / (4 * threads));
+    return crew.share((rows + each - 1) / each, [&](int task) {
+        for (int r = task * each; r < std::min(rows, (task + 1) * each); ++r) row(r);
+    });
+}
+
+// store(panel, row, tile row) for each panel of w and each row of a; `scratch` is this thread's, for an int8 panel.
+template <class T, class Store>
+[[nodiscard]] inline bool share_product(Crew& crew, int threads, const Weight& w, const T* a, ptrdiff_t stride, int rows,
+                                        char* scratch, Store&& store) {
+    const int panels = w.num_panels(), each = panels_per_task(rows, panels, threads);
+    return crew.share((panels + each - 1) / each, [&](int task) {
+        for (int index = task * each; index < std::min(panels, (task + 1) * each); ++index)
+            panel_product<T>(w, index, a, stride, rows, scratch, panel_after<T>(w, index, each, threads),
+                             [&](int row, const float* tile) { store(index, row, tile); });
+    });
+}
+
+// Panel `index` of a row of `width` numbers, from its tile.
+template <class T>
+inline void store_tile(const float* tile, int index, int width, T* row) {
+    T* out = row + index * PANEL;
+    const int columns = std::min(PANEL, width - index * PANEL);
+    int col = 0;
+    for (; col + W <= columns; col += W) vstore(out + col, vload(tile + col));
+    for (; col < columns; ++col) out[col] = from_float<T>(tile[col]);
+}
+
+// Attention of one layer, whose keys and values are written; `scratch` is this thread's.
+template <class T>
+[[nodiscard]] inline bool share_attention(Crew& crew, int threads, const Shape& shape, const Ragged& batch,
+                                          const Score& score, const Tasks& tasks, const T* query, ptrdiff_t query_stride,
+                                          const char* keys, const char* values, T* out, ptrdiff_t out_stride,
+                                          const Partials& partials, AttentionScratch& scratch) {
+    const AttentionTasks shares(tasks.items, tasks.num_items, shape.kv_heads, threads);
+    const bool attended = crew.share(shares.count(), [&](int task) {
+        shares.run(task, [&](const Item& item, int head, const Item* after) {
+            attend_item<T>(scratch, shape, batch, score, item, head, query, query_stride, keys, values, out, out_stride,
+                           partials, after);
+        });
+    });
+    if (!attended || !tasks.num_merges) return attended;
+    return crew.share(tasks.num_merges, [&](int task) {
+        for (int head = 0; head < shape.heads; ++head)
+            merge_item<T>(shape, score, tasks.merges[task], head, partials, out, out_stride, scratch.split.out);
+    });
+}
 
 template <class T>
 struct DecoderContext {
@@ -47,7 +99,6 @@ struct DecoderContext {
     double* seconds;         // [STAGES]
     T *residual, *normed, *qkv, *attended, *inner, *kept;
     int threads;
-    bool any_keep;
 };
 
 // Phases that a pass goes through at most.
@@ -104,22 +155,12 @@ class DecoderPass {
 
     template <class Row>
     bool by_rows(int rows, Row&& row) {
-        const int each = std::max(4, (rows + 4 * c_.threads - 1) / (4 * c_.threads));
-        return crew_.share((rows + each - 1) / each, [&](int task) {
-            for (int r = task * each; r < std::min(rows, (task + 1) * each); ++r) row(r);
-        });
+        return share_rows(crew_, c_.threads, rows, row);
     }
 
     template <class Store>
-    bool product(const HrWeight& source, const T* a, int k, int rows, Store&& store) {
-        const Weight w = weight_of(source);
-        const int panels = w.num_panels(), each = panels_per_task(rows, panels, c_.threads);
-        return crew_.share((panels + each - 1) / each, [&](int task) {
-            for (int index = task * each; index < std::min(panels, (task + 1) * each); ++index)
-                panel_product<T>(w, index, a, k, rows, c_.scratch[crew_.thread].panel,
-                                 panel_after<T>(w, index, each, c_.threads),
-                                 [&](int row, const float* tile) { store(index, row, tile); });
-        });
+    bool product(const HrWeight& w, const T* a, int k, int rows, Store&& store) {
+        return share_product<T>(crew_, c_.threads, weight_of(w), a, k, rows, c_.scratch[crew_.thread].panel, store);
     }
 
     void embed(int row) {
@@ -140,9 +181,7 @@ class DecoderPass {
     bool project(const HrWeight& w, int rows) {
         const int width = qkv_width();
         return product(w, c_.normed, m_.hidden, rows, [&](int index, int row, const float* tile) {
-            T* out = c_.qkv + size_t(row) * width + index * PANEL;
-            const int columns = std::min(PANEL, width - index * PANEL);
-            for (int col = 0; col < columns; col += W) vstore(out + col, vload(tile + col));
+            store_tile(tile, index, width, c_.qkv + size_t(row) * width);
         }) && took(QKV);
     }
 
@@ -168,22 +207,9 @@ class DecoderPass {
         const Tasks& tasks = c_.tasks[layer.window ? 1 : 0];
         const Score score{layer.scaling, 0.0f, layer.window, nullptr};
         const char *keys = (const char*)layer.key_cache, *values = (const char*)layer.value_cache;
-        const AttentionTasks shares(tasks.items, tasks.num_items, m_.kv_heads, c_.threads);
-        const bool alive = crew_.share(shares.count(), [&](int task) {
-            shares.run(task, [&](const Item& item, int head, const Item* after) {
-                attend_item<T>(c_.scratch[crew_.thread].attention, shape_, ragged_, score, item, head, c_.qkv, qkv_width(),
-                               keys, values, c_.attended, width(), c_.partials, after);
-            });
-        });
+        const bool alive = share_attention<T>(crew_, c_.threads, shape_, ragged_, score, tasks, c_.qkv, qkv_width(), keys,
+                                              values, c_.attended, width(), c_.partials, c_.scratch[crew_.thread].attention);
         if (!alive) return false;
-        if (tasks.num_merges) {
-            const bool merged = crew_.share(tasks.num_merges, [&](int task) {
-                float* scratch = c_.scratch[crew_.thread].attention.split.out;
-                for (int head = 0; head < m_.heads; ++head)
-                    merge_item<T>(shape_, score, tasks.merges[task], head, c_.partials, c_.attended, width(), scratch);
-            });
-            if (!merged) return false;
-        }
         return took(ATTENTION);
     }
 
@@ -221,11 +247,7 @@ class DecoderPass {
         const int vocabulary = m_.head.n;
         T* all = (T*)c_.batch.logits;
         const bool alive = product(m_.head, c_.normed, m_.hidden, rows, [&](int index, int row, const float* tile) {
-            T* out = all + size_t(row) * c_.batch.logits_stride + index * PANEL;
-            const int columns = std::min(PANEL, vocabulary - index * PANEL);
-            int col = 0;
-            for (; col + W <= columns; col += W) vstore(out + col, vload(tile + col));
-            for (; col < columns; ++col) out[col] = from_float<T>(tile[col]);
+            store_tile(tile, index, vocabulary, all + size_t(row) * c_.batch.logits_stride);
         });
         if (alive) took(LOGITS);
     }
@@ -275,8 +297,7 @@ class Decoder {
             if (windowed && !window_) continue;
             AttentionPlan& plan = plans_[windowed];
             plan_attention(ragged, shape, windowed ? window_ : 0, pool_.threads(), plan);
-            c.tasks[windowed] = {plan.items.data(), plan.merges.data(), int(plan.items.size()), int(plan.merges.size()),
-                                 windowed ? window_ : 0};
+            c.tasks[windowed] = {plan.items.data(), plan.merges.data(), int(plan.items.size()), int(plan.merges.size())};
             partials = std::max(partials, plan.partials);
         }
         top_.resize(std::max(top_.size(), size_t(partials) * shape.heads));

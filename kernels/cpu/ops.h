@@ -24,28 +24,14 @@ void run_attention(Crew& crew, const AttentionContext<T>& c) {
     const Ragged ragged{c.batch.query_start,   c.batch.visible,    c.batch.tables,      c.batch.write_slots,
                         c.batch.num_sequences, c.batch.num_tokens, c.batch.table_stride};
     const Score score{a.scaling, a.softcap, a.window, a.sinks};
-    const int tokens = c.batch.num_tokens, each = std::max(4, (tokens + 4 * c.threads - 1) / (4 * c.threads));
-    const bool written = crew.share((tokens + each - 1) / each, [&](int task) {
-        for (int row = task * each; row < std::min(tokens, (task + 1) * each); ++row)
-            write_token<T>(shape, (char*)a.key_cache, (char*)a.value_cache, c.batch.write_slots[row],
-                           (const T*)a.key + row * a.key_stride, (const T*)a.value + row * a.value_stride);
+    const bool written = share_rows(crew, c.threads, c.batch.num_tokens, [&](int row) {
+        write_token<T>(shape, (char*)a.key_cache, (char*)a.value_cache, c.batch.write_slots[row],
+                       (const T*)a.key + row * a.key_stride, (const T*)a.value + row * a.value_stride);
     });
     if (!written) return;
-    const AttentionTasks shares(c.tasks.items, c.tasks.num_items, a.kv_heads, c.threads);
-    const bool attended = crew.share(shares.count(), [&](int task) {
-        shares.run(task, [&](const Item& item, int head, const Item* after) {
-            attend_item<T>(c.scratch[crew.thread].attention, shape, ragged, score, item, head, (const T*)a.query,
-                           a.query_stride, (const char*)a.key_cache, (const char*)a.value_cache, (T*)a.out, a.out_stride,
-                           c.partials, after);
-        });
-    });
-    if (!attended || !c.tasks.num_merges) return;
-    if (!crew.share(c.tasks.num_merges, [&](int task) {
-            for (int head = 0; head < a.heads; ++head)
-                merge_item<T>(shape, score, c.tasks.merges[task], head, c.partials, (T*)a.out, a.out_stride,
-                              c.scratch[crew.thread].attention.split.out);
-        }))
-        return;
+    (void)share_attention<T>(crew, c.threads, shape, ragged, score, c.tasks, (const T*)a.query, a.query_stride,
+                             (const char*)a.key_cache, (const char*)a.value_cache, (T*)a.out, a.out_stride, c.partials,
+                             c.scratch[crew.thread].attention);
 }
 
 // The calling thread's own room: one caller at a time has the pool.
@@ -74,8 +60,7 @@ void attention(Pool& pool, const HrBatch& batch, const HrAttention& call) {
     AttentionContext<T> c{};
     c.batch = batch;
     c.call = call;
-    c.tasks = {room.plan.items.data(), room.plan.merges.data(), int(room.plan.items.size()), int(room.plan.merges.size()),
-               call.window};
+    c.tasks = {room.plan.items.data(), room.plan.merges.data(), int(room.plan.items.size()), int(room.plan.merges.size())};
     c.partials = {room.top.data(), room.sum.data(), room.out.data()};
     c.scratch = room.scratch.get();
     c.threads = pool.threads();
@@ -88,26 +73,16 @@ struct LinearContext {
     const T* a;
     T* out;
     int64_t a_stride, out_stride;
-    int rows, each, threads;
+    int rows, threads;
     char* const* panels;  // [threads]: room for an int8 panel
 };
 
 template <class T>
 void run_linear(Crew& crew, const LinearContext<T>& c) {
-    const int panels = c.weight.num_panels();
-    if (!crew.share((panels + c.each - 1) / c.each, [&](int task) {
-            for (int index = task * c.each; index < std::min(panels, (task + 1) * c.each); ++index)
-                panel_product<T>(c.weight, index, c.a, c.a_stride, c.rows, c.panels[crew.thread],
-                                 panel_after<T>(c.weight, index, c.each, c.threads),
-                                 [&](int row, const float* tile) {
-                                     T* out = c.out + row * c.out_stride + index * PANEL;
-                                     const int columns = std::min(PANEL, c.weight.n - index * PANEL);
-                                     int col = 0;
-                                     for (; col + W <= columns; col += W) vstore(out + col, vload(tile + col));
-                                     for (; col < columns; ++col) out[col] = from_float<T>(tile[col]);
-                                 });
-        }))
-        return;
+    (void)share_product<T>(crew, c.threads, c.weight, c.a, c.a_stride, c.rows, c.panels[crew.thread],
+                           [&](int index, int row, const float* tile) {
+                               store_tile(tile, index, c.weight.n, c.out + row * c.out_stride);
+                           });
 }
 
 template <class T>
@@ -134,7 +109,6 @@ void linear(Pool& pool, const HrWeight& weight, const void* a, int64_t a_stride,
     c.out_stride = out_stride;
     c.rows = rows;
     c.threads = pool.threads();
-    c.each = panels_per_task(rows, c.weight.num_panels(), pool.threads());
     pool.run<LinearContext<T>, &run_linear<T>>(c, 1);
 }
 
