@@ -89,6 +89,16 @@ def closed_loop(engine: Engine, run: Run) -> list[Record]:
         run.done(ended)
 
 
+def stepped(make: Callable[[dict[str, str]], Engine]) -> Callable[[dict[str, str]], Callable[[Run], list[Record]]]:
+    """For :func:`serve`: closed loops over the engine that ``make`` makes of the settings."""
+
+    def start(settings: dict[str, str]) -> Callable[[Run], list[Record]]:
+        engine = make(settings)
+        return lambda run: closed_loop(engine, run)
+
+    return start
+
+
 def serve(start: Callable[[dict[str, str]], Callable[[Run], list[Record]]]) -> None:
     """Answer stdin until it ends. ``start`` makes of the settings what runs a load."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)

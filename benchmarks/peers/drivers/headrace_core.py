@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 
-from driving import Record, Request, Run, closed_loop, serve
+from driving import Request, serve, stepped
 
 from scheduler.config import SchedulerConfig
 from scheduler.core.core import SchedulerCore
@@ -30,11 +30,12 @@ class Core:
         self._batch = Batch(
             capacity.block_size, capacity.num_blocks, capacity.max_model_len, frozenset(capacity.eos_token_ids)
         )
-        self._round = 0
+        self._added = 0
 
     def add(self, request: Request) -> None:
         sampling = Sampling(seed=0, max_tokens=request.want, temperature=0.0, ignore_eos=True)
-        name = f"{self._round}-{request.number}"
+        self._added += 1  # a request's number recurs in every run
+        name = f"{self._added}-{request.number}"
         prompt = pack_tokens(request.prompt)
         self._core.submit(
             Submit(name, 0, "gateway", self._runner.capacity.model, prompt, sampling, time.time_ns()),
@@ -61,19 +62,6 @@ class Core:
             plan.epoch, plan.worker, plan.incarnation, plan.step, tokens, ended=ended, forward_us=took_us, rows=rows
         )
 
-    def next_round(self) -> None:
-        self._round += 1
-
-
-def start(settings: dict[str, str]):  # type: ignore[no-untyped-def]
-    core = Core(settings)
-
-    def perform(run: Run) -> list[Record]:
-        core.next_round()
-        return closed_loop(core, run)
-
-    return perform
-
 
 if __name__ == "__main__":
-    serve(start)
+    serve(stepped(Core))

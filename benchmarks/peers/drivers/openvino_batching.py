@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import numpy as np
 import openvino as ov
 import openvino_genai as genai
-from driving import Record, Request, Run, closed_loop, serve
+from driving import Request, serve, stepped
 
 CACHE_GB = 3
 MAX_NUM_SEQS = 64
@@ -49,14 +49,5 @@ class Pipeline:
                 yield number, new_tokens, over
 
 
-def start(settings: dict[str, str]):  # type: ignore[no-untyped-def]
-    pipeline = Pipeline(settings)
-
-    def perform(run: Run) -> list[Record]:
-        return closed_loop(pipeline, run)
-
-    return perform
-
-
 if __name__ == "__main__":
-    serve(start)
+    serve(stepped(Pipeline))

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable
 
 import torch
-from driving import Record, Request, Run, closed_loop, serve
+from driving import Request, serve, stepped
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
 PAGE_TOKENS = 16
@@ -53,15 +53,6 @@ class Manager:
             raise RuntimeError("the generation thread has ended")
 
 
-def start(settings: dict[str, str]):  # type: ignore[no-untyped-def]
-    manager = Manager(settings)
-
-    def perform(run: Run) -> list[Record]:
-        return closed_loop(manager, run)
-
-    return perform
-
-
 if __name__ == "__main__":
-    serve(start)
+    serve(stepped(Manager))
     os._exit(0)  # the manager's thread would keep the process alive
