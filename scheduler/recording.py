@@ -5,8 +5,9 @@ The first is the header. Times are the core's (monotonic); the header has the wa
 
     [t, "trace", version, {"unix_ns", "epoch", "policy", "limits": {field: value}}]
     [t, "epoch", epoch]
-    [t, "worker_up", worker, incarnation, capacity, first_step]
-    [t, "worker_lost", worker, reason]         [t, "worker_draining", worker]
+    [t, "worker_up", worker, incarnation, capacity, first_step, [[page, hash]]]
+    [t, "worker_lost", worker, reason, suspect]         [t, "worker_draining", worker]
+    [t, "hand_over", worker]
     [t, "submit", Submit]                      [t, "cancel", Cancel]
     [t, "reconcile", gateway, [request ids that live], before_ns]
     [t, "result", StepResult]                  [t, "tick"]
@@ -37,7 +38,7 @@ from shared.messages import Cancel, Capacity, StepPlan, StepResult, Submit, Subm
 
 log = logging.getLogger("headrace.scheduler")
 
-VERSION = 1
+VERSION = 2
 MOST_QUEUED = 100_000
 """Records that wait for the disk; a disk that is slower ends the recording, never the service."""
 
@@ -112,18 +113,24 @@ class RecordingCore(SchedulerCore):
             self._inside = False
 
     def worker_up(
-        self, name: str, incarnation: int, capacity: Capacity, now: int, first_step: int = 1
-    ) -> list[CoreEvent]:
-        with self._input(now, "worker_up", name, incarnation, capacity, first_step):
-            return super().worker_up(name, incarnation, capacity, now, first_step)
+        self, name: str, incarnation: int, capacity: Capacity, now: int, first_step: int = 1,
+        cached: Iterable[tuple[int, bytes]] = (),
+    ) -> list[CoreEvent]:  # fmt: skip
+        cached = list(cached)
+        with self._input(now, "worker_up", name, incarnation, capacity, first_step, cached):
+            return super().worker_up(name, incarnation, capacity, now, first_step, cached)
 
-    def worker_lost(self, name: str, reason: str, now: int) -> list[CoreEvent]:
-        with self._input(now, "worker_lost", name, reason):
-            return super().worker_lost(name, reason, now)
+    def worker_lost(self, name: str, reason: str, now: int, suspect: bool = True) -> list[CoreEvent]:
+        with self._input(now, "worker_lost", name, reason, suspect):
+            return super().worker_lost(name, reason, now, suspect)
 
     def worker_draining(self, name: str) -> None:
         with self._input(self._latest, "worker_draining", name):
             super().worker_draining(name)
+
+    def hand_over(self, name: str, now: int) -> list[CoreEvent]:
+        with self._input(now, "hand_over", name):
+            return super().hand_over(name, now)
 
     def submit(self, submit: Submit, now: int) -> SubmitReply:
         with self._input(now, "submit", submit):

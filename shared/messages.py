@@ -1,8 +1,9 @@
 """Every message that crosses the bus. Owns the wire format; knows no policy.
 
-Wire form: msgpack arrays, the message's tag first, then its fields in the order below. Fields are only ever
-added at the end and with a default, so that a node of the previous version can read the message (unknown trailing
-fields are ignored) and its messages can be read (missing trailing fields take their defaults).
+Wire form: a msgpack array ``[major, minor, message]``, the message itself an array with its tag first, then its fields
+in the order below. Within one major version fields are only ever added at the end and with a default, so that nodes of
+neighbouring minor versions work together: unknown trailing fields are ignored, missing ones take their defaults, and a
+kind of message that is not known yet is dropped. A node drops every message of another major version.
 
 Token ids of prompts travel packed (:func:`pack_tokens`): msgpack integers cost up to 5 bytes and a Python object each.
 """
@@ -17,6 +18,9 @@ from enum import StrEnum
 import msgspec
 
 from shared.flight_record import AnswerTrace
+
+PROTOCOL = (1, 0)
+"""(major, minor) of this node; travels in every message."""
 
 MAX_EPOCH = 1 << 53
 """No epoch comes near; a message that says so is noise, and must not fence the mesh off for ever."""
@@ -179,10 +183,15 @@ class StepPlan(Message, frozen=True, tag="plan"):
     feeds: list[tuple[int, int]] = []  # (slot, token) that beam search chose for it
     swap_outs: list[tuple[int, int]] = []  # (page, place in host memory)
     swap_ins: list[tuple[int, int]] = []  # (place in host memory, page)
+    # (page, content hash) of pages that are whole once this step has run: the worker keeps them for a PageSnapshot.
+    hashes: list[tuple[int, bytes]] = []
 
 
 class Reset(Message, frozen=True, tag="reset"):
-    """Forget every slot; the next plan is ``step``."""
+    """Forget every slot; the next plan is ``step``. Answered with a :class:`PageSnapshot`, each time that it comes.
+
+    No plan is made for the worker before that answer: what its pages still hold is used again.
+    """
 
     epoch: int
     worker: str
@@ -231,6 +240,21 @@ class WorkerFault(Message, frozen=True, tag="fault"):
     reason: str
 
 
+class PageSnapshot(Message, frozen=True, tag="pages"):
+    """The answer to a :class:`Reset`: the batch is gone, and these pages hold whole blocks of known content.
+
+    Only pages that a step has written to the end are named, and none that was given to somebody else since. Where
+    all do not fit in one message the longest known are left out.
+    """
+
+    epoch: int
+    worker: str
+    incarnation: int
+    step: int  # the reset's
+    pages: bytes = b""  # packed uint32, see pack_tokens; the least recently hashed first
+    hashes: bytes = b""  # DIGEST_BYTES (shared.page_hash) for each page
+
+
 # --- worker -> gateway ----------------------------------------------------------------------------------------------
 
 
@@ -251,7 +275,7 @@ class TokenEntry(Message, frozen=True):
     tokens: list[int]
     end: str = ""  # an EndReason in the entry that ends the choice, else empty
     count: int = 0  # with ``end``: how many tokens the choice has in all
-    log_prob: float = 0.0  # with ``end``, where Sampling asks for it: cumulative log-probability of the choice
+    log_prob: float = 0.0  # where Sampling.want_score asks: the log-probabilities of ``tokens``, summed
     logprobs: list[TokenLogprob] = []  # one for each of ``tokens``, where Sampling asks for them
     # Of the prompt's tokens from ``prompt_offset`` (>= 1) on, where Sampling asks for them. They come in pieces, in
     # entries of choice 0 without tokens, all of them before any token of the output. Some may come again later, the
@@ -276,7 +300,8 @@ class TokenBatch(Message, frozen=True, tag="tokens"):
 
 
 class RequestEvent(Message, frozen=True, tag="event"):
-    """``kind``: failed (final), dropped (final, by policy), lost (its worker or pages are gone: resume it)."""
+    """``kind``: failed (final), dropped (final, by policy), lost (its worker or pages are gone: resume it), moved (it
+    leaves a worker that is stopping: resume it)."""
 
     epoch: int
     kind: str
@@ -343,7 +368,7 @@ class SchedulerBeat(Message, frozen=True, tag="scheduler_beat"):
 class GatewayBeat(Message, frozen=True, tag="gateway_beat"):
     gateway: str
     epoch: int  # highest seen
-    live: list[tuple[str, int]] = []  # (request, attempt)
+    live: list[tuple[str, int]] = []  # (request, attempt); attempt 0: it is being submitted just now
     partial: bool = False  # the list was cut to fit a message: absence proves nothing
 
 
@@ -368,6 +393,7 @@ AnyMessage = (
     | StepResult
     | Need
     | WorkerFault
+    | PageSnapshot
     | TokenBatch
     | RequestEvent
     | WorkerBeat
@@ -378,7 +404,8 @@ AnyMessage = (
 )
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
+_decoder: msgspec.msgpack.Decoder[tuple[int, int, AnyMessage]] = msgspec.msgpack.Decoder(tuple[int, int, AnyMessage])
+_envelope: msgspec.msgpack.Decoder[tuple[int, int, msgspec.Raw]] = msgspec.msgpack.Decoder(tuple[int, int, msgspec.Raw])
 
 
 class BadMessage(ValueError):
@@ -386,15 +413,29 @@ class BadMessage(ValueError):
 
 
 def encode(message: AnyMessage) -> bytes:
-    return _encoder.encode(message)
+    return _encoder.encode((*PROTOCOL, message))
 
 
 def decode(payload: bytes) -> AnyMessage:
-    """Decode and validate any message; :class:`BadMessage` if it is none."""
+    """Decode and validate any message; :class:`BadMessage` if it is none, or of another major version."""
     try:
-        return _decoder.decode(payload)
+        major, _, message = _decoder.decode(payload)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise BadMessage(str(error)) from None
+        raise BadMessage(_version_clash(payload) or str(error)) from None
+    if major != PROTOCOL[0]:
+        raise BadMessage(_version_clash(payload))
+    return message
+
+
+def _version_clash(payload: bytes) -> str:
+    """Why the sender's version may be what makes a message unreadable; empty if it is ours."""
+    try:
+        major, minor, _ = _envelope.decode(payload)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return ""
+    if major != PROTOCOL[0] or minor > PROTOCOL[1]:
+        return f"a message of protocol {major}.{minor}; this node speaks {PROTOCOL[0]}.{PROTOCOL[1]}"
+    return ""
 
 
 def pack_tokens(tokens: Iterable[int]) -> bytes:

@@ -19,7 +19,7 @@ from scheduler.core.events import CoreEvent
 from scheduler.core.limits import Limits
 from scheduler.policies.batching import BATCHING_POLICIES
 from scheduler.recording import VERSION
-from shared.messages import Cancel, Capacity, StepPlan, StepResult, Submit, encode
+from shared.messages import Cancel, Capacity, StepPlan, StepResult, Submit
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def feed(path: Path, core: SchedulerCore, watch: Watcher | None = None) -> Outco
             worker, raw = rest
             plan, events = core.plan(worker, now)
             outcome.plans += plan is not None
-            same = plan is None if raw is None else plan is not None and same_bytes(raw, encode(plan))
+            same = plan is None if raw is None else plan is not None and same_bytes(raw, msgspec.msgpack.encode(plan))
             if not same:
                 outcome.difference = f"plan {outcome.plans} at {now} for {worker}: {_difference(raw, plan)}"
                 return outcome
@@ -131,12 +131,15 @@ def _give(core: SchedulerCore, kind: str, rest: list[Any], now: int, watch: Watc
         gateway, live, before_ns = rest
         return core.reconcile(gateway, live, before_ns, now)
     if kind == "worker_up":
-        name, incarnation, raw, first_step = rest
+        name, incarnation, raw, first_step, cached = rest
         capacity = msgspec.convert(raw, Capacity)
         watch.capacity(name, capacity)
-        return core.worker_up(name, incarnation, capacity, now, first_step)
+        return core.worker_up(name, incarnation, capacity, now, first_step, [(page, digest) for page, digest in cached])
     if kind == "worker_lost":
-        return core.worker_lost(rest[0], rest[1], now)
+        name, reason, suspect = rest
+        return core.worker_lost(name, reason, now, suspect)
+    if kind == "hand_over":
+        return core.hand_over(rest[0], now)
     if kind == "worker_draining":
         core.worker_draining(rest[0])
         return []

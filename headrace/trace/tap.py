@@ -95,11 +95,11 @@ class Tap:
             return
         if self._record is not None:
             try:
-                decode(payload)
+                message = decode(payload)
             except BadMessage:
                 pass  # bytes that are no message of ours would break the stream for every reader
             else:
-                self._record.write(self._encoder.encode((at_ns, kind, msgspec.Raw(payload))))
+                self._record.write(self._encoder.encode((at_ns, kind, message)))
         if self._config.count and self.seen >= self._config.count:
             self.stop.set()
 

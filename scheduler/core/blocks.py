@@ -103,6 +103,20 @@ class BlockPool:
             self._by_hash[content] = block
             self._hash_of[block] = content
 
+    def adopt(self, cached: Iterable[tuple[int, bytes]]) -> None:
+        """Take over blocks that hold content already, the least recently used first, into an untouched pool.
+
+        A block outside the pool, or named twice, and content that another block has are left out.
+        """
+        free = set(self._free)
+        for block, content in cached:
+            if block in free and content not in self._by_hash:
+                free.remove(block)
+                self._by_hash[content] = block
+                self._hash_of[block] = content
+                self._cached[block] = None
+        self._free = [block for block in self._free if block in free]
+
     def match(self, chain: Sequence[bytes]) -> list[int]:
         """The blocks that hold the longest indexed prefix of ``chain``. Takes no reference."""
         found = []

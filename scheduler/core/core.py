@@ -59,9 +59,12 @@ class SchedulerCore(SearchingState):
         self._held = HeldBatchPlanner(limits, self.counters)
 
     def worker_up(
-        self, name: str, incarnation: int, capacity: Capacity, now: int, first_step: int = 1
-    ) -> list[CoreEvent]:
+        self, name: str, incarnation: int, capacity: Capacity, now: int, first_step: int = 1,
+        cached: Iterable[tuple[int, bytes]] = (),
+    ) -> list[CoreEvent]:  # fmt: skip
         """A worker (or a new incarnation of one) is ready with an empty batch. Its next plan is ``first_step``.
+
+        ``cached``: blocks that still hold whole pages of content by its hash, the least recently used first.
 
         After a fault the same incarnation goes on with a step that it has never seen, so that a kept result of the
         lost batch can't be taken for one of the new batch.
@@ -71,12 +74,17 @@ class SchedulerCore(SearchingState):
         self.workers[name] = WorkerState(
             name, incarnation, capacity, BlockPool(capacity.num_blocks), next_step=first_step, prefix_caching=caching
         )
+        if caching:
+            self.workers[name].pool.adopt(cached)
         if capacity.model not in self._models:
             self._models[capacity.model] = ModelState(WaitingQueue(self.fairness, self.limits.priority_aging_ns))
         return events
 
-    def worker_lost(self, name: str, reason: str, now: int) -> list[CoreEvent]:
-        """The worker's batch is gone: its sequences are lost to their gateways. Waiting ones keep their places."""
+    def worker_lost(self, name: str, reason: str, now: int, suspect: bool = True) -> list[CoreEvent]:
+        """The worker's batch is gone: its sequences are lost to their gateways. Waiting ones keep their places.
+
+        ``suspect``: what it ran when it went may have been the cause.
+        """
         worker = self.workers.pop(name, None)
         if worker is None:
             return []
@@ -98,6 +106,27 @@ class SchedulerCore(SearchingState):
         """Admit nothing more to the worker; what runs there goes on."""
         if name in self.workers:
             self.workers[name].draining = True
+
+    def hand_over(self, name: str, now: int) -> list[CoreEvent]:
+        """Tell gateways to resume elsewhere what runs on a draining worker, as far as another worker can hold it."""
+        worker = self.workers.get(name)
+        if worker is None or not worker.draining:
+            return []
+        others = [
+            other for other in self.workers.values()
+            if other.capacity.model == worker.capacity.model and not other.draining
+        ]  # fmt: skip
+        events: list[CoreEvent] = []
+        for sequence in list(worker.sequences()):
+            live = sequence.status not in (Status.ENDED, Status.HELD)
+            if not live or not any(other.can_hold(sequence) for other in others):
+                continue
+            for moved in (*sequence.children, sequence):  # children first: else one of them would be its heir
+                self._leave(moved)
+                self._end(moved, EndReason.CANCELLED.value, now)
+                if _speaks(moved):
+                    events.append(Failed(moved, "moved", "its worker is stopping", now))
+        return events
 
     def submit(self, submit: Submit, now: int) -> SubmitReply:
         """Queue every choice of a request, or none. Idempotent on (request_id, attempt).

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.messages import (
+    PROTOCOL,
     BadMessage,
     Cancel,
     Sampling,
@@ -37,14 +38,23 @@ def test_round_trip(message: Submit | Cancel | StepPlan | StepResult) -> None:
 
 
 def test_any_language_can_read_a_message_with_plain_msgpack() -> None:
-    fields = msgpack.unpackb(encode(submit()))
+    *version, fields = msgpack.unpackb(encode(submit()))
+    assert tuple(version) == PROTOCOL
     assert fields[0] == "submit" and fields[1] == "r" and fields[5] == pack_tokens([1, 2])
 
 
 def test_a_message_of_a_later_version_is_read_and_an_earlier_one_gets_defaults() -> None:
-    fields = msgpack.unpackb(encode(Cancel("r", 1)))
-    assert decode(msgpack.packb([*fields, "a field from the future"])) == Cancel("r", 1)
-    assert decode(msgpack.packb(fields[:3])) == Cancel("r", 1, -1)
+    major, minor, fields = msgpack.unpackb(encode(Cancel("r", 1)))
+    assert decode(msgpack.packb([major, minor + 1, [*fields, "a field from the future"]])) == Cancel("r", 1)
+    assert decode(msgpack.packb([major, minor, fields[:3]])) == Cancel("r", 1, -1)
+
+
+def test_another_major_version_is_dropped_with_a_word_that_says_so() -> None:
+    major, minor, fields = msgpack.unpackb(encode(Cancel("r", 1)))
+    with pytest.raises(BadMessage, match=f"protocol {major + 1}.0"):
+        decode(msgpack.packb([major + 1, 0, fields]))
+    with pytest.raises(BadMessage, match=f"protocol {major}.{minor + 1}"):
+        decode(msgpack.packb([major, minor + 1, ["a kind from the future", 1]]))
 
 
 class Planted:
@@ -63,12 +73,14 @@ class Planted:
         msgpack.packb(None),
         msgpack.packb({"submit": 1}),
         msgpack.packb(["submit"]),
-        msgpack.packb(["nobody", 1, 2]),
-        msgpack.packb(["cancel", 5, "x"]),
-        msgpack.packb(["cancel", b"bytes", 1]),
+        msgpack.packb([*PROTOCOL, ["submit"]]),
+        msgpack.packb([*PROTOCOL, ["nobody", 1, 2]]),
+        msgpack.packb([*PROTOCOL, ["cancel", 5, "x"]]),
+        msgpack.packb([*PROTOCOL, ["cancel", b"bytes", 1]]),
+        msgpack.packb(["cancel", "r", 1]),  # without its version
         encode(submit())[:-3],
         pickle.dumps(Planted()),
-        b"\x93\xa6cancel\xa1\xff\x01",  # text that is no UTF-8
+        b"\x93\x01\x00\x93\xa6cancel\xa1\xff\x01",  # text that is no UTF-8
     ],
 )
 def test_bytes_that_are_no_message_are_refused(payload: bytes) -> None:
