@@ -26,6 +26,7 @@ class Access:
         self._allowance = allowance
         self._entered = False
         self._charged = 0
+        self.counted = False  # by the gateway, among the requests that it works on
 
     @property
     def key_id(self) -> str:

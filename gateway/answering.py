@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from opentelemetry.trace import SpanKind
 from starlette.types import Receive, Scope, Send
 
-from gateway.access import access_of
+from gateway.access import Access, access_of
 from gateway.body import ClientGone, check_media_type, parse_json, timely_body
 from gateway.choices import check_told, choice_text, prompt_report
 from gateway.config import GatewayConfig
@@ -59,6 +59,7 @@ class Gateway:
     keys: Keyring = field(init=False)  # those that the configuration names
     draining: bool = False
     in_flight: int = 0
+    working: int = 0  # of those in flight, the ones whose last bytes have not been handed to their connection
     idle: asyncio.Event = field(default_factory=asyncio.Event)  # set whenever nothing is in flight
 
     def __post_init__(self) -> None:
@@ -70,14 +71,25 @@ class Gateway:
     def model(self) -> str:
         return self.config.model_name
 
-    def enter(self) -> None:
+    def enter(self, access: Access) -> None:
         """A request has come."""
         self.in_flight += 1
+        self.working += 1
+        access.counted = True
         self.idle.clear()
         self.metrics.in_flight.inc()
 
+    def give_back(self, access: Access, used_tokens: int = 0) -> None:
+        """What limits the requests at once is free again: before the last bytes are handed to the connection, since
+        whoever has them may ask again at once. Idempotent.
+        """
+        if access.counted:
+            access.counted = False
+            self.working -= 1
+        access.leave(used_tokens)
+
     def leave(self) -> None:
-        """A request has ended, whichever way."""
+        """A request has ended, whichever way, and given back what it had."""
         self.in_flight -= 1
         self.metrics.in_flight.dec()
         if not self.in_flight:
@@ -87,7 +99,7 @@ class Gateway:
         """A 503 while the gateway drains, a 429 with too many requests in flight. The caller has entered."""
         if self.draining:
             raise unavailable("the gateway is draining", Outcome.DRAINING.value)
-        if self.in_flight > self.config.max_concurrent_requests:
+        if self.working > self.config.max_concurrent_requests:
             raise ApiError(
                 429, f"more than {self.config.max_concurrent_requests} requests at once (--max-concurrent-requests)",
                 "rate_limit_error", code="too_many_requests", retry_after_s=1.0, outcome=Outcome.QUEUE_FULL.value,
@@ -131,18 +143,22 @@ class AnswerApp:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         gateway = self._gateway
         visit = self._visit(scope)
-        gateway.enter()
+        gateway.enter(visit.access)
         try:
             await self._answer(scope, receive, send, visit)
         except ApiError as error:
             visit.outcome = error.outcome
+            self._give_back(visit)
             await send_error(send, error, visit.headers)
         except ClientGone:
             visit.outcome = "aborted"
         finally:
-            visit.access.leave(visit.flight.prompt_tokens + visit.flight.completion_tokens)
+            self._give_back(visit)
             gateway.leave()
             self._account(visit)
+
+    def _give_back(self, visit: Visit) -> None:
+        self._gateway.give_back(visit.access, visit.flight.prompt_tokens + visit.flight.completion_tokens)
 
     def _visit(self, scope: Scope) -> Visit:
         arrival_ns = time.time_ns()
@@ -325,7 +341,9 @@ class AnswerApp:
                 pieces[choice.index].append(text)
         if flight.error is None and not flight.client_gone:
             kept = flight.keep_best(decoding.samples, decoding.n)
-            await send_whole(send, 200, writer.whole(["".join(pieces[index]) for index in kept]), visit.headers)
+            answer = writer.whole(["".join(pieces[index]) for index in kept])
+            self._give_back(visit)
+            await send_whole(send, 200, answer, visit.headers)
             visit.outcome = "finished"
             visit.finished_ns = time.time_ns()
             visit.answered = True
@@ -356,6 +374,7 @@ class AnswerApp:
             last, outcome = writer.error(flight.error), "failed"
         else:
             last, outcome = writer.closing(), "finished"
+        self._give_back(visit)
         await send({"type": "http.response.body", "body": last, "more_body": False})
         if not flight.client_gone:  # who takes nothing for too long is cut off by the protocol
             visit.outcome = outcome

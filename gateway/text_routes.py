@@ -112,7 +112,7 @@ class TextApp:
         headers: list[tuple[bytes, bytes]] = []
         outcome = "failed"
         access = access_of(scope)
-        gateway.enter()
+        gateway.enter(access)
         try:
             gateway.check_open()
             access.enter()
@@ -120,14 +120,16 @@ class TextApp:
             check_media_type(scope)
             body = await timely_body(scope, receive, gateway.config.max_body_bytes, gateway.config.body_timeout_s)
             answer = await self._route.answer(gateway, parse_json(body))
+            gateway.give_back(access)
             await send_whole(send, 200, msgspec.json.encode(answer), headers)
             outcome = "finished"
         except ApiError as error:
             outcome = error.outcome
+            gateway.give_back(access)
             await send_error(send, error, headers)
         except ClientGone:
             outcome = "aborted"
         finally:
-            access.leave(0)
+            gateway.give_back(access)
             gateway.leave()
             gateway.metrics.requests.labels(self._route.name, outcome).inc()

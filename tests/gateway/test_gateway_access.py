@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,8 +16,10 @@ from gateway_mesh import MODEL, RunningGateway, running_gateway
 from starlette.routing import Route
 
 from gateway import keys
+from gateway.access import Access
 from gateway.app import make_app
 from gateway.keys import digest_of
+from gateway.limits import Allowances
 
 BODY: dict[str, Any] = {"prompt": "x", "max_tokens": 3}
 
@@ -170,6 +174,51 @@ def test_so_many_requests_at_once(tokenizer_folder: Path, file: Path) -> None:
         for bad in ({"prompt": 5}, {"prompt": "x", "nonsense": 1}):
             assert http.post("/generate", json=bad, headers=bearer("k")).status_code == 400
         assert http.post("/generate", json=BODY, headers=bearer("k")).status_code == 200, "nor those refused"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "broken"),
+    [
+        ("/generate", BODY, False), ("/generate", BODY, True), ("/v1/completions", BODY | {"stream": True}, False),
+        ("/v1/completions", BODY | {"stream": True}, True), ("/v1/completions", {"prompt": 5}, False),
+        ("/tokenize", {"prompt": "x"}, False), ("/tokenize", {"prompt": 5}, False),
+    ],
+)  # fmt: skip
+def test_whoever_has_the_last_bytes_may_ask_again(
+    gw: RunningGateway, path: str, body: dict[str, Any], broken: bool
+) -> None:
+    """Whichever way an answer ends: nothing of it counts any more when its last bytes go to the connection."""
+    key = keys.ApiKey("k", max_concurrency=1, tokens_per_minute=600)
+    allowance = Allowances(lambda: 0.0).of("k", key)
+    found: list[tuple[int, int]] = []
+
+    async def receive() -> dict[str, Any]:
+        if not received:
+            received.append(True)
+            return {"type": "http.request", "body": json.dumps(body).encode()}
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def send(message: dict[str, Any]) -> None:
+        if message["type"] == "http.response.body" and not message.get("more_body"):
+            found.append((allowance.in_flight, gw.gateway.working))
+
+    async def ask() -> None:
+        scope = {
+            "type": "http", "method": "POST", "path": path, "query_string": b"", "root_path": "",
+            "headers": [(b"content-type", b"application/json")], "headrace.access": Access(key, allowance),
+        }  # fmt: skip
+        await make_app(gw.gateway)(scope, receive, send)
+
+    received: list[bool] = []
+    gw.mesh.stepping = not broken
+    answer = asyncio.run_coroutine_threadsafe(ask(), gw.loop)
+    if broken:
+        gw.until(lambda: bool(gw.mesh.submits))
+        gw.call(gw.mesh.event(gw.mesh.submits[0], "failed", "because"))
+    answer.result(10)
+    assert found == [(0, 0)]
+    assert (allowance.in_flight, gw.gateway.working, gw.gateway.in_flight) == (0, 0, 0)
 
 
 def test_the_file_is_read_again_while_requests_run(
