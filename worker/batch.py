@@ -55,7 +55,6 @@ class Slot:
     num_pages: int
     cached: int  # prompt tokens that the prefix cache held when it joined; -1: it joined with generated tokens
     ended: str = ""  # an EndReason once it has ended
-    log_prob: float = 0.0  # cumulative, where Sampling.want_score asks for it
     traced: bool = False  # whoever caused it wants spans
     first_row_ns: int = 0  # when its first row ran: for spans
     first_token_ns: int = 0
@@ -218,16 +217,15 @@ class Batch:
             settled.entries.append((slot, entry))
             return
         slot.tokens.append(token)
-        slot.log_prob += sampled.log_probs.get(cursor, 0.0)
         slot.ended = self._end_reason(slot, token)
         settled.tokens.append(token)
-        count, log_prob = 0, 0.0
+        count = 0
         if slot.ended:
             settled.ended.append((slot.index, slot.ended))
-            count, log_prob = slot.generated, slot.log_prob
+            count = slot.generated
         logprobs = [sampled.logprobs[cursor]] if cursor in sampled.logprobs else []
-        entry = TokenEntry(slot.request_id, slot.attempt, slot.choice, offset, [token], slot.ended, count, log_prob,
-                           logprobs, cached=cached)  # fmt: skip
+        entry = TokenEntry(slot.request_id, slot.attempt, slot.choice, offset, [token], slot.ended, count,
+                           sampled.log_probs.get(cursor, 0.0), logprobs, cached=cached)  # fmt: skip
         settled.entries.append((slot, entry))
 
     def _end_reason(self, slot: Slot, token: int) -> str:

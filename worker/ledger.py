@@ -1,7 +1,8 @@
 """Which plans a worker runs: each step once, in order, of the newest epoch. Pure: no I/O, clock or tensors.
 
 Plans ride on core NATS, which is at most once; step numbers detect loss, and resends are idempotent (DESIGN 4):
-a plan that was executed already is answered with the kept result, a gap with ``need(n)``.
+a plan that was executed already is answered with the kept result, a gap with ``need(n)``. A batch begins with a reset,
+without which no plan of a new epoch runs: its leader must have heard first what the pages hold.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ class Verdict:
     execute: StepPlan | None = None  # queue it for the step loop
     resend: bytes | None = None  # the encoded result of a step that was executed already
     need: Need | None = None
-    reset: bool = False  # forget every slot before anything that follows
+    reset: bool = False  # forget every slot before anything that follows, and say what the pages hold
     stale: bool = False  # of an older epoch or another incarnation: ignored and counted
 
 
@@ -30,8 +31,8 @@ class StepLedger:
     worker: str
     incarnation: int
     epoch: int = 0  # highest seen
-    expected: int = 1  # next step to accept
-    _began: tuple[int, int] = (0, 0)  # (epoch, first step) of the batch: no two batches share both
+    expected: int = 0  # next step to accept; 0: none, a reset must come first
+    _began: int = 0  # first step of the batch: of one epoch, no two batches share it
     _results: OrderedDict[int, bytes] = field(default_factory=OrderedDict)
 
     def offer(self, message: StepPlan | Reset) -> Verdict:
@@ -40,19 +41,21 @@ class StepLedger:
         if not self.epoch <= message.epoch < MAX_EPOCH:
             return Verdict(stale=True)
         if isinstance(message, Reset):
-            if (message.epoch, message.step) == self._began:
-                return Verdict()  # sent again, or late: this very batch has begun
+            if message.epoch == self.epoch and message.step <= self._began:
+                if message.step < self._began or message.step < 1:
+                    return Verdict(stale=True)  # it began an earlier batch
+                # Sent again, or late. If a plan has followed, the answer was heard, and must not be given any more.
+                return Verdict(reset=self.expected == self._began)
             self._restart(message.epoch, message.step)
             return Verdict(reset=True)
-        fresh = message.epoch > self.epoch
-        if fresh:  # a new leader whose reset was lost
-            self._restart(message.epoch, 1)
-        if message.step == self.expected:
+        if message.epoch > self.epoch:  # a new leader, whose reset was lost: nothing of older ones runs any more
+            self._restart(message.epoch, 0)
+        if self.expected and message.step == self.expected:
             self.expected += 1
-            return Verdict(execute=message, reset=fresh)
+            return Verdict(execute=message)
         if message.step < self.expected:
-            return Verdict(resend=self._results.get(message.step), reset=fresh)
-        return Verdict(need=Need(self.epoch, self.worker, self.incarnation, self.expected), reset=fresh)
+            return Verdict(resend=self._results.get(message.step))
+        return Verdict(need=Need(self.epoch, self.worker, self.incarnation, self.expected))
 
     def current(self, plan: StepPlan) -> bool:
         """Asked again at execution: a plan queued before a newer epoch or a reset came must not run."""
@@ -69,5 +72,5 @@ class StepLedger:
     def _restart(self, epoch: int, step: int) -> None:
         self.epoch = epoch
         self.expected = step
-        self._began = (epoch, step)
+        self._began = step
         self._results.clear()

@@ -11,6 +11,7 @@ from shared.bus import Bus
 from shared.lifecycle import ServiceFault
 from shared.messages import (
     BadMessage,
+    PageSnapshot,
     Reset,
     RollCall,
     StepPlan,
@@ -28,6 +29,7 @@ from worker.batch import Batch
 from worker.config import WorkerConfig
 from worker.ledger import StepLedger
 from worker.metrics import WorkerMetrics
+from worker.page_book import PageBook
 from worker.runner import Runner
 from worker.spans import WorkerSpans
 from worker.step_loop import Executed, StepLoop
@@ -76,7 +78,7 @@ class WorkerService:
             capacity.block_size, capacity.num_blocks, capacity.max_model_len, frozenset(capacity.eos_token_ids)
         )
         self._runner = runner
-        self._loop = StepLoop(runner, batch, self._ledger.current, self._deliver)
+        self._loop = StepLoop(runner, batch, self._ledger.current, self._deliver, self._answer_reset)
         self._loop.start()
         self._beat()
 
@@ -117,14 +119,19 @@ class WorkerService:
         except BadMessage:
             self._metrics.bad_messages.inc()
             return
-        if not isinstance(message, StepPlan | Reset) or self._loop is None:
+        if isinstance(message, RollCall):  # a scheduler that doubts whether this worker is there
+            self._beat()
+            return
+        if not isinstance(message, StepPlan | Reset):
             self._metrics.bad_messages.inc()
             return
+        if self._loop is None:
+            return  # it was for the process before this one, which is still loading
         verdict = self._ledger.offer(message)
         if verdict.stale:
             self._metrics.stale_plans.inc()
-        if verdict.reset:
-            self._loop.reset()
+        if verdict.reset and isinstance(message, Reset):
+            self._loop.reset(message)
         if verdict.execute is not None:
             self._loop.put(verdict.execute)
         elif verdict.resend is not None:
@@ -157,6 +164,12 @@ class WorkerService:
             for part in split_entries(entries, self._bus.max_payload)
         ]
         self._event_loop.call_soon_threadsafe(self._send, executed, result, batches)
+
+    def _answer_reset(self, reset: Reset, pages: PageBook) -> None:
+        """On the step loop's thread: what the pages hold now that the batch is gone."""
+        packed = pages.packed(self._bus.max_payload // 2)
+        snapshot = encode(PageSnapshot(reset.epoch, self._name, self._incarnation, reset.step, *packed))
+        self._event_loop.call_soon_threadsafe(self._step_out.post, self._subjects.result(reset.epoch), snapshot)
 
     def _send(self, executed: Executed, result: bytes, batches: list[tuple[str, bytes]]) -> None:
         self._ledger.record(executed.plan, result)

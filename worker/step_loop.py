@@ -14,8 +14,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from shared.messages import StepPlan, StepResult, TokenEntry
+from shared.messages import Reset, StepPlan, StepResult, TokenEntry
 from worker.batch import Batch, Row, Sampled, Slot
+from worker.page_book import PageBook
 from worker.runner import Runner
 
 log = logging.getLogger("headrace.worker")
@@ -40,28 +41,28 @@ class Executed:
     skipped: bool = False  # with ``fault``: it did not run, since an earlier step had failed
 
 
-@dataclass(slots=True)
-class _ResetBatch:
-    pass
-
-
 class StepLoop:
-    """``is_current`` is asked before a plan runs (fencing); ``deliver`` gets every executed step, on this thread."""
+    """``is_current`` is asked before a plan runs (fencing). ``deliver`` gets every executed step, ``answer`` each reset
+    that was carried out with what the pages still hold; both on this thread."""
 
     def __init__(
-        self, runner: Runner, batch: Batch, is_current: Callable[[StepPlan], bool], deliver: Callable[[Executed], None]
-    ) -> None:
+        self, runner: Runner, batch: Batch, is_current: Callable[[StepPlan], bool], deliver: Callable[[Executed], None],
+        answer: Callable[[Reset, PageBook], None],
+    ) -> None:  # fmt: skip
         self._runner = runner
         self._batch = batch
         self._is_current = is_current
         self._deliver = deliver
-        self._queue: queue.SimpleQueue[StepPlan | _ResetBatch | None] = queue.SimpleQueue()
+        self._answer = answer
+        self._pages = PageBook(batch.block_size, batch.num_blocks)
+        self._queue: queue.SimpleQueue[StepPlan | Reset | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="step-loop", daemon=True)
         self.executing = 0  # step being executed, 0 if none
         self.executing_since_ns = 0
         self.last_step = 0
         self.num_slots = 0  # sequences that have not ended
         self._broken = False  # a step failed: no plan runs until a reset
+        self._free_since = 0  # on the clock of perf_counter_ns
 
     def start(self) -> None:
         self._thread.start()
@@ -73,35 +74,34 @@ class StepLoop:
     def put(self, plan: StepPlan) -> None:
         self._queue.put(plan)
 
-    def reset(self) -> None:
-        """Forget every slot before any plan put after this."""
-        self._queue.put(_ResetBatch())
+    def reset(self, reset: Reset) -> None:
+        """Forget every slot before any plan put after this, and answer."""
+        self._queue.put(reset)
 
     def stop(self, timeout_s: float = 5.0) -> None:
         self._queue.put(None)
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
-        free_since = time.perf_counter_ns()
-        while True:
-            item = self._queue.get()
-            if item is None:
-                return
-            if isinstance(item, _ResetBatch):
-                self._batch.clear()
-                self.num_slots = 0
-                self._broken = False
-                continue
-            if not self._is_current(item):
-                continue
-            if self._broken:
-                self._deliver(
-                    _failed(item, "the batch was lost in an earlier step; a reset must come first", skipped=True)
-                )
-                continue
-            waited_us = (time.perf_counter_ns() - free_since) // 1000
-            self._deliver(self._execute(item, waited_us))
-            free_since = time.perf_counter_ns()
+        self._free_since = time.perf_counter_ns()
+        while (item := self._queue.get()) is not None:
+            self._take(item)
+
+    def _take(self, item: StepPlan | Reset) -> None:
+        if isinstance(item, Reset):
+            self._batch.clear()
+            self.num_slots = 0
+            self._broken = False
+            self._answer(item, self._pages)
+            return
+        if not self._is_current(item):
+            return
+        if self._broken:
+            self._deliver(_failed(item, "the batch was lost in an earlier step; a reset must come first", skipped=True))
+            return
+        waited_us = (time.perf_counter_ns() - self._free_since) // 1000
+        self._deliver(self._execute(item, waited_us))
+        self._free_since = time.perf_counter_ns()
 
     def _execute(self, plan: StepPlan, waited_us: int) -> Executed:
         self.executing_since_ns = time.monotonic_ns()
@@ -112,6 +112,7 @@ class StepLoop:
         slots = batch.slots
         dropped = [slots[index] for index in plan.drops if index in slots and not slots[index].ended]
         try:
+            self._pages.begin(plan)
             step = batch.stage(plan)
             for row in step.rows:
                 if not row.slot.first_row_ns:
@@ -119,6 +120,7 @@ class StepLoop:
             moves = step.copies or step.swap_outs or step.swap_ins
             sampled = self._runner.forward(batch, step) if step.rows or moves else Sampled([])
             settled = batch.settle(plan, sampled)
+            self._pages.end(plan)
         except Exception as error:  # any fault of the model or the plan loses this batch, not the process
             log.exception("step %d failed", plan.step)
             batch.clear()

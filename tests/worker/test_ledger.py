@@ -79,19 +79,35 @@ def test_a_new_epoch_starts_over_and_fences_queued_plans() -> None:
 def test_a_reset_that_comes_again_does_not_empty_the_batch_that_it_began() -> None:
     ledger = started()
     assert ledger.offer(Reset(2, "w", 7, 5)).reset
+    assert ledger.offer(Reset(2, "w", 7, 5)).reset  # its answer may be lost: it is given again
     assert ledger.offer(plan(5, epoch=2)).execute is not None
     assert ledger.offer(Reset(2, "w", 7, 5)) == Verdict()
     assert ledger.offer(plan(6, epoch=2)).execute is not None
     assert ledger.offer(Reset(2, "w", 7, 9)).reset
 
 
-def test_a_new_leader_whose_reset_was_lost_still_resets() -> None:
+def test_the_reset_of_an_earlier_batch_that_comes_late_is_stale() -> None:
+    ledger = started(epoch=2)
+    ledger.offer(Reset(2, "w", 7, 9))
+    assert ledger.offer(Reset(2, "w", 7, 1)).stale
+    assert ledger.offer(plan(9, epoch=2)).execute is not None
+
+
+def test_a_plan_of_a_new_leader_whose_reset_was_lost_asks_for_it_and_fences_the_old_one() -> None:
     ledger = started()
-    ledger.offer(plan(1))
-    verdict = ledger.offer(plan(1, epoch=2))
-    assert verdict.reset and verdict.execute is not None
-    late = started().offer(plan(4, epoch=2))
-    assert late.reset and late.need == Need(2, "w", 7, 1)
+    queued = plan(1)
+    ledger.offer(queued)
+    for step in (1, 4):
+        verdict = ledger.offer(plan(step, epoch=2))
+        assert verdict.execute is None and not verdict.reset and verdict.need == Need(2, "w", 7, 0)
+    assert not ledger.current(queued)
+    assert ledger.offer(plan(2)).stale
+    assert ledger.offer(Reset(2, "w", 7, 1)).reset
+    assert ledger.offer(plan(1, epoch=2)).execute is not None
+
+
+def test_nothing_runs_before_the_first_reset() -> None:
+    assert StepLedger("w", 7).offer(plan(1)).need == Need(1, "w", 7, 0)
 
 
 @given(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 6), st.booleans()), max_size=40))
@@ -105,3 +121,4 @@ def test_whatever_comes_each_step_of_an_epoch_runs_once_and_in_order(ops: list[t
     assert ran == sorted(set(ran))
     for (epoch, step), (next_epoch, next_step) in itertools.pairwise(ran):
         assert next_step == step + 1 if next_epoch == epoch else next_step == 1
+    assert all(any(is_reset and epoch == began for began, _, is_reset in ops) for epoch, _ in ran)
