@@ -35,14 +35,14 @@ class Nats:
 
     def start(self) -> None:
         quiet = subprocess.DEVNULL
-        self._process = subprocess.Popen(
+        self.process = subprocess.Popen(
             self.server.command, stdin=quiet, stdout=quiet, stderr=quiet, preexec_fn=die_with_parent()
         )
-        self.server.wait_ready(lambda: self._process.poll() is None)
+        self.server.wait_ready(lambda: self.process.poll() is None)
 
     def kill(self) -> None:
-        self._process.kill()
-        self._process.wait()
+        self.process.kill()
+        self.process.wait()
 
     def close(self) -> None:
         self.kill()
