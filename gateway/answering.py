@@ -24,15 +24,17 @@ from gateway.dispatch import Dispatch, Part
 from gateway.endpoints import Endpoint, Request, WriterContext
 from gateway.errors import ApiError, unavailable
 from gateway.flight import Flight
+from gateway.idempotency import read_keyed
 from gateway.keys import Keyring
 from gateway.ledger import RequestRecord
 from gateway.metrics import GatewayMetrics
+from gateway.numbered_events import NumberedWriter
 from gateway.parameters import CompletionRequest
 from gateway.responses import header, id_header, request_id, send_error, send_whole
 from gateway.structured import check_served
 from gateway.tokenizer import PromptTokenizer
 from gateway.visit import Visit, record_answer, sampling_attributes
-from gateway.writers import Writer
+from gateway.writers import StreamWriter, Writer
 from observability import conventions as names
 from observability.logs import about
 from observability.tracing import Tracing
@@ -214,12 +216,18 @@ class AnswerApp:
         visit.enter()
         if not self._endpoint.any_media_type:
             check_media_type(scope)
+        visit.keyed = read_keyed(scope, visit.access.tenant)
         body = await timely_body(scope, receive, gateway.config.max_body_bytes, gateway.config.body_timeout_s)
         visit.read_ns = time.time_ns()
         if gateway.draining:
             raise unavailable("the gateway is draining", Outcome.DRAINING.value)
         gateway.check_room(1, 0, visit.request_id)  # before anything costs: a refusal must be cheap
-        request = self._endpoint.parse(parse_json(body), gateway.config)
+        fields = parse_json(body)
+        if visit.keyed is not None:
+            visit.keyed.read(self._endpoint.name, body, fields)
+        request = self._endpoint.parse(fields, gateway.config)
+        if visit.keyed is not None:
+            visit.keyed.check(request.delivery.stream, self._endpoint.event_ids)
         visit.deadline_ns = deadline_ns(visit.arrival_ns, request.delivery.timeout_s, scope)
         model = gateway.model_info(request.model)
         gateway.check_room(_num_sequences(request), 0, visit.request_id)
@@ -234,13 +242,15 @@ class AnswerApp:
                     gateway.metrics.prompt_tokens.inc(flight.prompt_tokens)
                     gateway.metrics.request_prompt_tokens.observe(flight.prompt_tokens)
                     tokenizer = gateway.tokenizer
+                    place = visit.place
+                    created_s = visit.arrival_ns // 1_000_000_000 if place is None else place.created_s
                     context = WriterContext(
-                        flight, visit.answer_id, visit.arrival_ns // 1_000_000_000, model.name, tokenizer.vocabulary,
-                        tokenizer.tools,
-                    )  # fmt: skip
+                        flight, visit.answer_id, created_s, model.name, tokenizer.vocabulary, tokenizer.tools
+                    )
                     writer = self._endpoint.writer(request, context)
                     if request.delivery.stream:
-                        await self._stream(send, writer, visit)
+                        numbered = writer if place is None else NumberedWriter(writer, flight, place)
+                        await self._stream(send, numbered, visit)
                     else:
                         await self._reply(send, writer, visit, request.decoding)
                 watch.cancel()
@@ -271,18 +281,25 @@ class AnswerApp:
             model, max(len(prompt) for prompt in prompts), self._endpoint.default_max_tokens(gateway.config)
         )
         check_told(decoding, request.report, sampling.max_tokens, prompts)
+        packed = [pack_tokens(prompt) for prompt in prompts]
+        if visit.keyed is not None and request.delivery.stream and self._endpoint.event_ids:
+            visit.place = visit.keyed.place(
+                model.name, packed, sampling.max_tokens, len(prompts) * decoding.samples,
+                1 + request.delivery.include_usage, visit.arrival_ns // 1_000_000_000,
+            )  # fmt: skip
         visit.span.set(sampling_attributes(sampling, decoding.n, request.delivery.stream))
         tokens = flight.prompt_tokens + len(prompts) * sampling.max_tokens * (decoding.beam_width or decoding.samples)
         gateway.check_room(_num_sequences(request), tokens, visit.request_id)
         visit.charge(tokens)
-        visit.answer_id = self._endpoint.answer_id()
+        name = new_request_id().removeprefix("req-") if visit.keyed is None else visit.keyed.answer_name
+        visit.answer_id = self._endpoint.answer_id(name)
         submits = [
             Submit(
                 request_id=new_request_id(),
                 attempt=1,
                 gateway=gateway.dispatch.gateway_id,
                 model=model.name,
-                prompt=pack_tokens(prompt),
+                prompt=prompt,
                 sampling=sampling,
                 arrival_ns=visit.arrival_ns,
                 n=decoding.samples,
@@ -299,7 +316,7 @@ class AnswerApp:
                 client_id=visit.request_id,
                 answer_id=visit.answer_id,
             )
-            for index, prompt in enumerate(prompts)
+            for index, prompt in enumerate(packed)
         ]
         for submit in submits:
             gateway.dispatch.check_size(submit)
@@ -309,7 +326,9 @@ class AnswerApp:
             source = request.prompts[index] if isinstance(request, CompletionRequest) else prompt
             told = prompt_report(request.report, source, prompt, vocabulary)
             choices = [
-                flight.add_choice(choice_text(decoding, request.report, prompt, told, vocabulary), told)
+                flight.add_choice(
+                    choice_text(decoding, request.report, prompt, told, vocabulary), told, visit.place is not None
+                )
                 for _ in range(decoding.samples)
             ]
             records.append(gateway.dispatch.open(submit, Part(flight, choices, told)))
@@ -348,7 +367,7 @@ class AnswerApp:
             visit.finished_ns = time.time_ns()
             visit.answered = True
 
-    async def _stream(self, send: Send, writer: Writer, visit: Visit) -> None:
+    async def _stream(self, send: Send, writer: StreamWriter, visit: Visit) -> None:
         """Send what has gathered, as fast as the client takes it."""
         flight = visit.flight
         headers = [

@@ -25,7 +25,6 @@ from gateway.tokenizer import PromptTokenizer
 from gateway.tool_template import ToolTemplate
 from gateway.tool_writer import ToolFormat, ToolWriter
 from gateway.writers import ChatWriter, CompletionWriter, GenerateWriter, Writer
-from shared.ids import new_request_id
 from shared.messages import ModelInfo
 
 
@@ -58,9 +57,10 @@ class Endpoint(Protocol):
     name: str  # metric label
     operation: str  # gen_ai.operation.name
     any_media_type: bool  # bodies are taken for JSON whatever their header says
+    event_ids: bool  # a stream can have them, so that it can be resumed
 
     def parse(self, body: dict[str, Any], config: GatewayConfig) -> Request: ...
-    def answer_id(self) -> str: ...  # a new one; empty if its answers tell none
+    def answer_id(self, name: str) -> str: ...  # made of a unique name; empty if its answers tell none
     def default_max_tokens(self, config: GatewayConfig) -> int: ...
     async def tokenize(self, request: Any, tokenizer: PromptTokenizer, model: ModelInfo) -> list[Sequence[int]]: ...
     def writer(self, request: Any, context: WriterContext) -> Writer: ...
@@ -70,12 +70,13 @@ class Completions:
     name = "completions"
     operation = "text_completion"
     any_media_type = False
+    event_ids = True
 
     def parse(self, body: dict[str, Any], config: GatewayConfig) -> CompletionRequest:
         return parse_completion(body, config)
 
-    def answer_id(self) -> str:
-        return _answer_id("cmpl")
+    def answer_id(self, name: str) -> str:
+        return f"cmpl-{name}"
 
     def default_max_tokens(self, config: GatewayConfig) -> int:
         return DEFAULT_MAX_TOKENS
@@ -95,11 +96,12 @@ class Completions:
 class Generate(Completions):
     name = "generate"
     any_media_type = True  # tutorials send JSON with curl's -d, which calls it a form
+    event_ids = False  # its streams are lines
 
     def parse(self, body: dict[str, Any], config: GatewayConfig) -> CompletionRequest:
         return parse_generate(body, config)
 
-    def answer_id(self) -> str:
+    def answer_id(self, name: str) -> str:
         return ""
 
     def writer(self, request: CompletionRequest, context: WriterContext) -> Writer:
@@ -112,12 +114,13 @@ class Chat:
     name = "chat"
     operation = "chat"
     any_media_type = False
+    event_ids = True
 
     def parse(self, body: dict[str, Any], config: GatewayConfig) -> ChatRequest:
         return parse_chat(body, config)
 
-    def answer_id(self) -> str:
-        return _answer_id("chatcmpl")
+    def answer_id(self, name: str) -> str:
+        return f"chatcmpl-{name}"
 
     def default_max_tokens(self, config: GatewayConfig) -> int:
         return config.chat_default_max_tokens
@@ -135,7 +138,3 @@ class Chat:
             return ChatWriter(*arguments)
         hidden = () if request.report.special_tokens else context.tools.hidden
         return ToolWriter(use, ToolFormat(context.tools.family, hidden), *arguments)
-
-
-def _answer_id(prefix: str) -> str:
-    return f"{prefix}-{new_request_id().removeprefix('req-')}"

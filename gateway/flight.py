@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from gateway.choice_text import ChoiceText
 from gateway.errors import ApiError, interrupted
 from gateway.metrics import GatewayMetrics
-from gateway.token_details import PromptReport
+from gateway.steps import Steps
+from gateway.token_details import PromptReport, TokenDetail
 from shared.messages import TokenLogprob
 
 
@@ -29,6 +30,16 @@ class Choice:
     last_token_s: float = 0.0
     log_prob: float = 0.0  # cumulative, once it has ended and where it was asked for
     prompt: PromptReport | None = None  # where the client wants to know something about its prompt
+    steps: Steps | None = None  # of a stream that is written token by token
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Why it ended, once its last text is handed out."""
+        return self.text.finish_reason if self.steps is None else self.steps.finish_reason
+
+    def take_details(self) -> list[TokenDetail]:
+        """Of the tokens whose text was handed out since the last call."""
+        return (self.text if self.steps is None else self.steps).take_details()
 
 
 class Flight:
@@ -49,8 +60,11 @@ class Flight:
         self._left_out_tokens = 0
         self._waiter: asyncio.Future[None] | None = None
 
-    def add_choice(self, text: ChoiceText, prompt: PromptReport | None = None) -> Choice:
-        choice = Choice(len(self.choices), text, prompt.echo if prompt is not None else "", prompt=prompt)
+    def add_choice(self, text: ChoiceText, prompt: PromptReport | None = None, stepwise: bool = False) -> Choice:
+        """``stepwise``: its ``steps`` keep what each token gave; the text that ``wait`` hands out only says so."""
+        echo = prompt.echo if prompt is not None else ""
+        steps = Steps(text, echo) if stepwise else None
+        choice = Choice(len(self.choices), text, echo, prompt=prompt, steps=steps)
         self.choices.append(choice)
         self._open += 1
         return choice
@@ -75,7 +89,7 @@ class Flight:
             self._book_latency(choice, len(tokens), now_s)
         choice.log_prob = log_prob
         before = choice.text.num_tokens
-        text = choice.text.feed(tokens, end, logprobs)
+        text = (choice.text if choice.steps is None else choice.steps).feed(tokens, end, logprobs)
         self._metrics.generation_tokens.value += choice.text.num_tokens - before
         finished = choice.text.finish_reason is not None
         if finished:

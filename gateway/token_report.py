@@ -82,7 +82,7 @@ class TokenReport:
 
     def take_details(self, choice: Choice) -> list[TokenDetail]:
         """Of the tokens whose text is handed out now; behind those of the prompt, where it is echoed."""
-        details = choice.text.take_details()
+        details = choice.take_details()
         if self.wanted.echo and choice.prompt is not None and choice.index not in self._echoed:
             self._echoed.add(choice.index)
             detokenizer = self._vocabulary.detokenizer((), self.wanted.special_tokens)

@@ -8,9 +8,9 @@ may have been sent by then.
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -211,6 +211,7 @@ def are_json(calls: Iterable[Call]) -> bool:
         return False
 
 
-def new_call_id(short: bool) -> str:
-    """An id for a call; ``short``: the nine letters and digits that Mistral's templates insist on."""
-    return secrets.token_hex(5)[:9] if short else f"call_{secrets.token_hex(12)}"
+def call_id(answer_id: str, choice: int, call: int, short: bool) -> str:
+    """An id for a call, as unique as its answer's; ``short``: the nine letters and digits of Mistral's templates."""
+    name = blake2b(f"{answer_id} {choice} {call}".encode(), digest_size=12).hexdigest()
+    return name[:9] if short else f"call_{name}"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gateway.flight import Choice
-from gateway.tool_calls import Event, ToolParser, are_json, assemble, new_call_id
+from gateway.tool_calls import Event, ToolParser, are_json, assemble, call_id
 from gateway.tool_parsers import make_parser
 from gateway.tools import ToolUse
 from gateway.writers import ChatWriter, Progress
@@ -42,7 +42,7 @@ class ToolWriter(ChatWriter):
     def _detailed_progress(self, progress: Progress) -> bytes:
         frames = []
         for choice, text in progress:
-            deltas = [self._delta(event) for event in self._events(choice, text)]
+            deltas = [self._delta(choice, event) for event in self._events(choice, text)]
             finish_reason = self._finish_reason(choice)
             # What is told of tokens waits for the next frame.
             details = self._report.take_details(choice) if self._per_token and (deltas or finish_reason) else []
@@ -58,7 +58,7 @@ class ToolWriter(ChatWriter):
         if parser is None:
             parser = self._parsers[choice.index] = self._parser()
         events = parser.feed(text)
-        if choice.text.finish_reason is not None:
+        if choice.finish_reason is not None:
             events += parser.finish()
         if not self._use.parallel:
             events = [event for event in events if event.call <= 0]
@@ -66,16 +66,17 @@ class ToolWriter(ChatWriter):
             self._called.add(choice.index)
         return events
 
-    def _delta(self, event: Event) -> dict[str, Any]:
+    def _delta(self, choice: Choice, event: Event) -> dict[str, Any]:
         if event.call < 0:
             return {"content": event.text}
         if not event.name:
             return {"tool_calls": [{"index": event.call, "function": {"arguments": event.text}}]}
         function = {"name": event.name, "arguments": event.text}
-        return {"tool_calls": [{"index": event.call, "id": self._id(), "type": "function", "function": function}]}
+        call = {"index": event.call, "id": self._id(choice, event.call), "type": "function", "function": function}
+        return {"tool_calls": [call]}
 
     def _finish_reason(self, choice: Choice) -> str | None:
-        reason = choice.text.finish_reason
+        reason = choice.finish_reason
         if reason == EndReason.STOP and choice.index in self._called and self._use.choice != "named":
             return "tool_calls"
         return reason
@@ -96,13 +97,17 @@ class ToolWriter(ChatWriter):
             message = tree["message"]
             message["content"] = parsed.content or None
             message["tool_calls"] = [
-                {"id": self._id(), "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-                for call in calls
+                {
+                    "id": self._id(choice, index),
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
+                for index, call in enumerate(calls)
             ]
         return tree
 
     def _parser(self) -> ToolParser:
         return make_parser(self._format.family, self._use, self._format.hidden)
 
-    def _id(self) -> str:
-        return new_call_id(short=self._format.family == "mistral")
+    def _id(self, choice: Choice, call: int) -> str:
+        return call_id(self.answer_id, choice.index, call, short=self._format.family == "mistral")

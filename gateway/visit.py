@@ -7,6 +7,7 @@ from typing import Any
 
 from gateway.access import Access
 from gateway.flight import Flight
+from gateway.idempotency import Keyed, Place
 from observability import conventions as names
 from observability.context import is_sampled
 from observability.tracing import RequestSpan, Tracing
@@ -25,6 +26,8 @@ class Visit:
     deadline_ns: int = 0  # unix time; 0: none
     outcome: str = "failed"
     access: Access = field(default_factory=Access)
+    keyed: Keyed | None = None  # with an Idempotency-Key
+    place: Place | None = None  # of its stream, where that has event ids
     read_ns: int = 0  # unix times at which stages ended; 0: it did not come to that
     tokenised_ns: int = 0
     accepted_ns: int = 0

@@ -28,11 +28,10 @@ JSON_LINES = b"application/x-ndjson"
 JSON = b"application/json"
 
 
-class Writer(Protocol):
-    """How one endpoint writes one answer."""
+class StreamWriter(Protocol):
+    """How one answer is written while it comes."""
 
     stream_media_type: bytes
-    answer_id: str  # what the client knows it by; empty if nothing tells
 
     def opening(self) -> bytes:
         """What goes out before any token."""
@@ -47,6 +46,12 @@ class Writer(Protocol):
     def error(self, error: ApiError) -> bytes:
         """What ends a stream that cannot go on."""
         ...
+
+
+class Writer(StreamWriter, Protocol):
+    """How one endpoint writes one answer."""
+
+    answer_id: str  # what the client knows it by; empty if nothing tells
 
     def whole(self, texts: Sequence[str]) -> bytes:
         """The reply of a request that does not stream; one text for each choice."""
@@ -74,8 +79,10 @@ def one_line(tree: Any) -> bytes:
     return _one_line(_json(tree))
 
 
-def usage(flight: Flight) -> dict[str, Any]:
-    completion_tokens = flight.completion_tokens
+def usage(flight: Flight, completion_tokens: int | None = None) -> dict[str, Any]:
+    """``completion_tokens``: in place of those of all choices."""
+    if completion_tokens is None:
+        completion_tokens = flight.completion_tokens
     return {
         "prompt_tokens": flight.prompt_tokens,
         "completion_tokens": completion_tokens,
@@ -115,7 +122,9 @@ class _OpenAIWriter:
 
     def progress(self, progress: Progress) -> bytes:
         if self._continuous_usage:
-            self._frame_tail = b'],"usage":' + _json(usage(self._flight)) + b"}\n\n"
+            steps = progress[0][0].steps  # one choice's next step, whose own tokens are counted
+            told = usage(self._flight, steps.num_tokens if steps is not None else None)
+            self._frame_tail = b'],"usage":' + _json(told) + b"}\n\n"
         return self._detailed_progress(progress) if self._per_token else self._plain_progress(progress)
 
     def _plain_progress(self, progress: Progress) -> bytes:
@@ -197,11 +206,11 @@ class ChatWriter(_OpenAIWriter):
                         % (choice.index, json_text(text))
                     )
                 )
-            if choice.text.finish_reason is not None:
+            if choice.finish_reason is not None:
                 frames.append(
                     self._frame(
                         b'{"index":%d,"delta":{},"logprobs":null,"finish_reason":%b}'
-                        % (choice.index, _json(choice.text.finish_reason))
+                        % (choice.index, _json(choice.finish_reason))
                     )
                 )
         return b"".join(frames)
@@ -210,7 +219,7 @@ class ChatWriter(_OpenAIWriter):
         frames = []
         for choice, text in progress:
             details = self._report.take_details(choice)
-            finish_reason = choice.text.finish_reason
+            finish_reason = choice.finish_reason
             if text:
                 frames.append(self._detailed_frame(choice, {"content": text}, details, None))
                 details = []
@@ -236,7 +245,7 @@ class ChatWriter(_OpenAIWriter):
             "index": choice.index,
             "message": {"role": "assistant", "content": text, "refusal": None},
             "logprobs": self._report.chat_logprobs(details),
-            "finish_reason": choice.text.finish_reason,
+            "finish_reason": choice.finish_reason,
             **self._token_ids(details),
         }
 
@@ -259,7 +268,7 @@ class CompletionWriter(_OpenAIWriter):
         return b"".join(
             self._frame(
                 b'{"index":%d,"text":%b,"logprobs":null,"finish_reason":%b}'
-                % (choice.index, json_text(text), _json(choice.text.finish_reason))
+                % (choice.index, json_text(text), _json(choice.finish_reason))
             )
             for choice, text in progress
         )
@@ -283,7 +292,7 @@ class CompletionWriter(_OpenAIWriter):
             "index": choice.index,
             "text": text,
             "logprobs": self._report.completion_logprobs(details),
-            "finish_reason": choice.text.finish_reason,
+            "finish_reason": choice.finish_reason,
             **self._token_ids(details),
         }
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tool_templates import FAMILIES
 
 from gateway.json_scan import JsonValue
-from gateway.tool_calls import Event, Parsed, ToolParser, are_json, assemble, new_call_id
+from gateway.tool_calls import Event, Parsed, ToolParser, are_json, assemble, call_id
 from gateway.tool_parsers import MARKERS, family_of, make_parser
 from gateway.tools import Tool, ToolUse
 
@@ -230,9 +230,12 @@ def test_templates_of_no_known_family() -> None:
 
 
 def test_ids_of_calls() -> None:
-    assert len(new_call_id(short=True)) == 9
-    assert new_call_id(short=False).startswith("call_")
-    assert len({new_call_id(short) for short in (True, False) for _ in range(50)}) == 100
+    assert len(call_id("chatcmpl-1", 0, 0, short=True)) == 9
+    assert call_id("chatcmpl-1", 0, 0, short=False).startswith("call_")
+    places = [(answer, choice, call, short) for answer in "ab" for choice in range(3) for call in range(12)
+              for short in (True, False)]  # fmt: skip
+    assert len({call_id(*place) for place in places}) == len(places)
+    assert call_id("a", 1, 2, True) == call_id("a", 1, 2, True)
 
 
 def test_nothing_parsed() -> None:
