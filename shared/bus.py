@@ -25,6 +25,7 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
 from shared.config import MeshConfig
+from shared.jetstream import JetStreamKey, KeyStore
 from shared.subjects import inbox_prefix
 
 log = logging.getLogger("headrace.bus")
@@ -54,9 +55,13 @@ class Unsubscribe(Protocol):
 
 
 class Bus(Protocol):
-    """What a service needs from a bus."""
+    """What a service needs from a bus. ``reconnects`` counts: each one means that messages may have been lost."""
 
     max_payload: int
+    reconnects: int
+
+    @property
+    def connected(self) -> bool: ...
 
     async def publish(self, subject: str, payload: bytes) -> None: ...
     async def request(self, subject: str, payload: bytes, timeout_s: float) -> bytes: ...
@@ -77,7 +82,7 @@ class _Client(Client):
 
 
 class NatsBus:
-    """One NATS connection. ``reconnects`` counts: to the owner, each one means that messages may have been lost."""
+    """One NATS connection."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
@@ -198,8 +203,11 @@ class NatsBus:
             except Exception:  # a handler's fault must not end the subscription: nats-py would only log it
                 log.exception("handler of %s failed", subject)
 
-        subscription: Subscription = await self._client.subscribe(subject, cb=callback)
-        return subscription
+        return _Subscribed(await self._client.subscribe(subject, cb=callback))
+
+    def key(self, bucket: str, key: str, timeout_s: float) -> KeyStore:
+        """One key of a JetStream bucket; nothing is asked of the server yet."""
+        return JetStreamKey(self._client, bucket, key, timeout_s)
 
     async def flush(self) -> None:
         """Return once the server has processed everything that was sent; :class:`BusUnavailable` if it does not."""
@@ -214,6 +222,15 @@ class NatsBus:
             with contextlib.suppress(TimeoutError, nats.errors.Error):  # closing anyway
                 await self._client.flush(timeout=2)
         await self._client.close()
+
+
+class _Subscribed:
+    def __init__(self, subscription: Subscription) -> None:
+        self._subscription = subscription
+
+    async def unsubscribe(self) -> None:
+        with contextlib.suppress(nats.errors.Error):  # the connection is closed: nothing comes any more
+            await self._subscription.unsubscribe()
 
 
 def _without_secrets(url: str) -> str:

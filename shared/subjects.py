@@ -10,6 +10,9 @@ SERVICE_KINDS = ("gateway", "scheduler", "worker")
 OBSERVER = "observer"
 """Who reads everything and says nothing: ``headrace tap``."""
 
+LEASE_BUCKET = "headrace"
+"""JetStream key-value bucket of the schedulers' leases, a key for each mesh: its name is exact in permissions."""
+
 _SAFE = re.compile(r"[A-Za-z0-9_-]+")
 
 
@@ -72,6 +75,11 @@ class Subjects:
     def everything(self) -> str:
         return f"{self.prefix}.>"
 
+    @property
+    def lease_key(self) -> str:
+        """In LEASE_BUCKET."""
+        return subject_token(self.mesh)
+
 
 def inbox_prefix(kind: str) -> str:
     """Where replies to a service's requests go. Of its own, so that no other service may listen to them."""
@@ -89,7 +97,7 @@ class Permissions:
 def permissions(kind: str) -> Permissions:
     """What a NATS server should allow a service, in a mesh of any name. ``kind``: SERVICE_KINDS or OBSERVER."""
     mesh = "headrace.*"
-    replies = f"{inbox_prefix('gateway')}.>"
+    replies, lease_stream = f"{inbox_prefix('gateway')}.>", f"KV_{LEASE_BUCKET}"
     table = {
         "gateway": Permissions(
             (f"{mesh}.submit.*.*", f"{mesh}.cancel.*", f"{mesh}.beat.gateway.*", f"{mesh}.answered"),
@@ -98,11 +106,13 @@ def permissions(kind: str) -> Permissions:
         "scheduler": Permissions(
             (
                 f"{mesh}.step.*", f"{mesh}.tokens.*", f"{mesh}.event.*", f"{mesh}.beat.scheduler.*",
-                f"{mesh}.roll_call", replies,
+                f"{mesh}.roll_call", replies, f"$JS.API.STREAM.INFO.{lease_stream}",
+                f"$JS.API.STREAM.CREATE.{lease_stream}", f"$JS.API.STREAM.MSG.GET.{lease_stream}",
+                f"$KV.{LEASE_BUCKET}.*",
             ),
             (
                 f"{mesh}.submit.*.*", f"{mesh}.cancel.*", f"{mesh}.result.*", f"{mesh}.beat.*.*", f"{mesh}.roll_call",
-                f"{mesh}.answered",
+                f"{mesh}.answered", f"{inbox_prefix('scheduler')}.>",
             ),
         ),
         "worker": Permissions(

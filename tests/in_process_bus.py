@@ -6,9 +6,8 @@ import asyncio
 import contextlib
 import itertools
 from collections.abc import Callable
-from typing import Any
 
-from shared.bus import BusTimeout, Handler, NoResponder, PayloadTooLarge
+from shared.bus import BusTimeout, Handler, NoResponder, PayloadTooLarge, Unsubscribe
 
 
 class InProcessBus:
@@ -17,11 +16,16 @@ class InProcessBus:
     def __init__(self, max_payload: int = 1 << 20) -> None:
         self.max_payload = max_payload
         self.down = False
+        self.reconnects = 0
         self.lose: Callable[[str, bytes], bool] = lambda subject, payload: False
         self.published: list[tuple[str, bytes]] = []
         self._subscriptions: list[tuple[str, Handler]] = []
         self._replies: dict[str, asyncio.Future[bytes]] = {}
         self._inboxes = itertools.count()
+
+    @property
+    def connected(self) -> bool:
+        return not self.down
 
     async def publish(self, subject: str, payload: bytes) -> None:
         if len(payload) > self.max_payload:
@@ -48,9 +52,10 @@ class InProcessBus:
         except TimeoutError:
             raise BusTimeout(subject) from None
 
-    async def subscribe(self, subject: str, handler: Handler) -> Any:
-        self._subscriptions.append((subject, handler))
-        return contextlib.nullcontext()
+    async def subscribe(self, subject: str, handler: Handler) -> Unsubscribe:
+        entry = (subject, handler)
+        self._subscriptions.append(entry)
+        return _Subscribed(self._subscriptions, entry)
 
     async def flush(self) -> None: ...
 
@@ -63,6 +68,15 @@ class InProcessBus:
         for handler in handlers:
             asyncio.get_running_loop().call_soon(handler, payload, reply)
         return bool(handlers)
+
+
+class _Subscribed:
+    def __init__(self, subscriptions: list[tuple[str, Handler]], entry: tuple[str, Handler]) -> None:
+        self._subscriptions, self._entry = subscriptions, entry
+
+    async def unsubscribe(self) -> None:
+        with contextlib.suppress(ValueError):
+            self._subscriptions.remove(self._entry)
 
 
 def _matches(pattern: str, subject: str) -> bool:

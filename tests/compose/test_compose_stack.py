@@ -110,6 +110,7 @@ def placed(root: Path, **given: str) -> Path:
     secrets.mkdir(parents=True)
     target.write_text((COMPOSE / "nats.conf").read_text().replace("0.0.0.0:4222", "127.0.0.1:-1"))
     target.write_text(target.read_text().replace("http: 127.0.0.1:8222", f"ports_file_dir: {json.dumps(str(root))}"))
+    target.write_text(target.read_text().replace("store_dir: /data", f"store_dir: {json.dumps(str(root / 'data'))}"))
     if given:
         made = root / "made"
         made.mkdir()

@@ -16,7 +16,7 @@ from certificates import Certificate, make_certificate
 from headrace.nats_server import NatsServer, authorization, embedded_nats, find_nats_server
 from shared.bus import BusUnavailable, NatsBus, NoResponder
 from shared.config import MeshConfig
-from shared.subjects import OBSERVER, SERVICE_KINDS, Subjects, inbox_prefix
+from shared.subjects import LEASE_BUCKET, OBSERVER, SERVICE_KINDS, Subjects, inbox_prefix
 
 S = Subjects("m")
 FOREIGN_INBOX = f"{inbox_prefix('gateway')}.someone-elses.1"
@@ -35,6 +35,14 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
     S.beat("worker", "w"): ({"worker"}, {"scheduler"}),
     S.roll_call: ({"scheduler"}, {"gateway", "scheduler", "worker"}),
     FOREIGN_INBOX: ({"scheduler"}, {"gateway"}),
+    f"$KV.{LEASE_BUCKET}.m": ({"scheduler"}, set()),
+    f"$JS.API.STREAM.INFO.KV_{LEASE_BUCKET}": ({"scheduler"}, set()),
+    f"$JS.API.STREAM.CREATE.KV_{LEASE_BUCKET}": ({"scheduler"}, set()),
+    f"$JS.API.STREAM.MSG.GET.KV_{LEASE_BUCKET}": ({"scheduler"}, set()),
+    f"$JS.API.STREAM.DELETE.KV_{LEASE_BUCKET}": (set(), set()),
+    f"$JS.API.STREAM.PURGE.KV_{LEASE_BUCKET}": (set(), set()),
+    "$JS.API.STREAM.CREATE.KV_other": (set(), set()),
+    f"{inbox_prefix('scheduler')}.someone-elses.1": (set(), {"scheduler"}),
     "elsewhere": (set(), set()),
     "$SYS.REQ.SERVER.PING": (set(), set()),
 }
