@@ -60,6 +60,10 @@ class GatewayConfig(MeshConfig):
     drain_grace_s: float = option(
         30.0, "how long open requests may go on after SIGTERM before they end with an error", check=at_least(0)
     )
+    retire_grace_s: float = option(
+        600.0, "how long they may go on at a gateway that another has replaced (SIGUSR1, `headrace restart`)",
+        check=at_least(0),
+    )  # fmt: skip
 
     @property
     def model_name(self) -> str:

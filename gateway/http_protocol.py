@@ -6,6 +6,8 @@
   socket with unread data resets it, and the client would see a broken pipe instead of its 413.
 * *Readers* that do not take their answer are cut off.
 * *Leavers* are noticed, those who had pipelined more requests too.
+* A process that is *replaced* answers what still comes with ``Connection: close``. An idle connection is kept as long
+  as ever, so that no client meets a closed one more often than it always may (RFC 9112, 9.6).
 
 It also serves requests that offer an upgrade: Java's default client sends ``Upgrade: h2c`` with every POST to a plain
 address. A server may ignore that (RFC 9110, 7.8), but the parser takes the body behind it for another protocol.
@@ -14,6 +16,7 @@ address. A server may ignore that (RFC 9110, 7.8), but the parser takes the body
 from __future__ import annotations
 
 import asyncio
+import select
 from collections.abc import Callable, Sized
 from dataclasses import dataclass
 from typing import Any
@@ -79,6 +82,7 @@ class _Answers:
 
 class GatewayHttpProtocol(HttpToolsProtocol):
     limits = HttpLimits()
+    retiring = False  # another process has taken over the listening socket; set for the class: all of its connections
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -264,6 +268,7 @@ class GatewayHttpProtocol(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         cycle.transport = self._answers  # type: ignore[assignment]
         self._answering = cycle
+        self._say_close(cycle)
         super()._start_asgi_task(cycle, app)
 
     def on_response_complete(self) -> None:
@@ -299,8 +304,18 @@ class GatewayHttpProtocol(HttpToolsProtocol):
         self._message_open = True  # whatever comes is thrown away
         self._close()
 
+    def retire(self) -> None:
+        """``retiring`` has been set: the answer that is being made is the last, if its head has not gone out yet."""
+        if self._answering is not None:
+            self._say_close(self._answering)
+
+    def _say_close(self, cycle: RequestResponseCycle) -> None:
+        if self.retiring and not cycle.response_started and not self.pipeline:
+            cycle.keep_alive = False
+
     def timeout_keep_alive_handler(self) -> None:
-        self._hang_up()
+        if not _has_unread(self.transport):  # else a request has come this very moment
+            self._hang_up()
 
     def _close(self) -> None:
         """Close once the client has sent what it is sending, or has sent too much of it."""
@@ -324,6 +339,12 @@ class GatewayHttpProtocol(HttpToolsProtocol):
         self.transport.close()
         if self._hang_up_timer is None:
             self._hang_up_timer = self.loop.call_later(self.limits.slow_reader_timeout_s, self.transport.abort)
+
+
+def _has_unread(transport: asyncio.Transport) -> bool:
+    poll = select.poll()
+    poll.register(transport.get_extra_info("socket").fileno(), select.POLLIN)
+    return bool(poll.poll(0))
 
 
 def _head_too_large() -> ApiError:

@@ -6,8 +6,9 @@ import asyncio
 import contextlib
 import gc
 import logging
+import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import uvicorn
 
@@ -32,11 +33,15 @@ from shared.bus import Bus, BusUnavailable, NatsBus
 from shared.ids import new_process_id
 from shared.lifecycle import ServiceFault, StartupError
 from shared.messages import Outcome
+from shared.ports import listen as bound_socket
 from shared.ports import listen_problem
+from shared.supervision import SERVES, STARTED, inherited_socket, tell
 
 log = logging.getLogger("headrace.gateway")
 
 LAST_WORDS_S = 1  # how long uvicorn waits for connections once every answer has ended, before it cuts them
+POLL_S = 0.05
+RETIRE = signal.SIGUSR1
 
 
 class Server(uvicorn.Server):
@@ -50,20 +55,9 @@ class Server(uvicorn.Server):
 def listen(host: str, port: int) -> socket.socket:
     """A bound socket; :class:`StartupError` naming the port if it is taken or may not be used."""
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        bound = socket.socket(family, kind, protocol)
+        return bound_socket(host, port)
     except OSError as error:
-        raise StartupError(f"cannot listen on {host}: {error.strerror or error}") from None
-    try:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(address)
-        bound.listen(2048)
-    except OSError as error:
-        bound.close()
         raise StartupError(listen_problem(host, port, error, "--port")) from None
-    return bound
 
 
 def listen_metrics(metrics: GatewayMetrics, host: str, port: int) -> InternalListener:
@@ -73,10 +67,18 @@ def listen_metrics(metrics: GatewayMetrics, host: str, port: int) -> InternalLis
         raise StartupError(listen_problem(host, port, error, "--metrics-port")) from None
 
 
-async def run_gateway(gateway: Gateway, listener: socket.socket, stop: asyncio.Event, drain_grace_s: float) -> None:
-    """Serve until ``stop`` is set, then drain: no new requests, open ones finish within the grace."""
+async def run_gateway(
+    gateway: Gateway, listener: socket.socket, stop: asyncio.Event, drain_grace_s: float,
+    retire: asyncio.Event | None = None, on_retired: Callable[[], None] = lambda: None,
+) -> None:  # fmt: skip
+    """Serve until ``stop`` is set, then drain: no new requests, open ones finish within the grace.
+
+    With ``retire`` another gateway serves at the same socket from now on: this one accepts no connection any more, and
+    ends once those that it has are gone. ``on_retired`` is called then, on a thread.
+    """
     config = gateway.config
-    limits = HttpLimits(allow_connections(config.max_connections), config.slow_reader_timeout_s)
+    retire = retire or asyncio.Event()
+    protocol = http_protocol(HttpLimits(allow_connections(config.max_connections), config.slow_reader_timeout_s))
     server = Server(
         uvicorn.Config(
             KeyGate(
@@ -84,7 +86,7 @@ async def run_gateway(gateway: Gateway, listener: socket.socket, stop: asyncio.E
                 gateway.keys,
                 gateway.metrics.requests.labels("any", UNAUTHORIZED).inc,
             ),
-            http=http_protocol(limits),
+            http=protocol,
             ws="none",
             lifespan="off",
             log_config=None,
@@ -102,13 +104,20 @@ async def run_gateway(gateway: Gateway, listener: socket.socket, stop: asyncio.E
             group.create_task(gateway.dispatch.send_forever()),
             group.create_task(gateway.keys.watch_forever()),
             group.create_task(watch_loop_lag(gateway.metrics.loop_lag_seconds.observe)),
+            group.create_task(_tell_when_ready(server, gateway)),
         ]
         http = group.create_task(server.serve(sockets=[listener]))
-        stopping = group.create_task(stop.wait())
-        await asyncio.wait([http, stopping], return_when=asyncio.FIRST_COMPLETED)
-        if not stop.is_set():
+        stopping, retiring = group.create_task(stop.wait()), group.create_task(retire.wait())
+        await asyncio.wait([http, stopping, retiring], return_when=asyncio.FIRST_COMPLETED)
+        if http.done():
             raise ServiceFault("the HTTP server has ended")
-        await drain(gateway, drain_grace_s)
+        if not stop.is_set():
+            protocol.retiring = True
+            await asyncio.to_thread(on_retired)
+            await _retired(server, listener, stop, config.retire_grace_s)
+        for waiting in (stopping, retiring):
+            waiting.cancel()
+        await drain(gateway, drain_grace_s if stop.is_set() else 0.0)
         if gateway.in_flight:  # by clients that do not take their last words
             for connection in list(server.server_state.connections):
                 connection.transport.abort()
@@ -118,6 +127,36 @@ async def run_gateway(gateway: Gateway, listener: socket.socket, stop: asyncio.E
         await gateway.dispatch.sent()
         for task in background:
             task.cancel()
+
+
+async def _tell_when_ready(server: Server, gateway: Gateway) -> None:
+    await _until(lambda: server.started)
+    tell(STARTED)
+    await _until(lambda: gateway.why_not_ready() is None)
+    tell(SERVES)
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110  of what tells nobody when it changes
+        await asyncio.sleep(POLL_S)
+
+
+async def _retired(server: Server, listener: socket.socket, stop: asyncio.Event, grace_s: float) -> None:
+    """Accept nothing more, and return once every connection is gone; on ``stop``, or after the grace, before."""
+    loop = asyncio.get_running_loop()
+    if isinstance(loop, asyncio.SelectorEventLoop):
+        # Between asyncio's accept and the connection is a turn of the loop; what a close falls upon then is dropped.
+        loop.remove_reader(listener)
+        await asyncio.sleep(0)
+    for listening in server.servers:
+        listening.close()
+    connections = server.server_state.connections
+    log.info("replaced: the connections still open are served to their end: %d", len(connections))
+    for connection in list(connections):
+        connection.retire()  # type: ignore[union-attr]
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(grace_s):
+            await _until(lambda: not connections or stop.is_set())
 
 
 async def drain(gateway: Gateway, grace_s: float) -> None:
@@ -145,7 +184,9 @@ async def serve(config: GatewayConfig, stop: asyncio.Event) -> None:
     """The gateway process, from its configuration to its end."""
     start_up.ended("imports")
     check_files(config)  # before anything is loaded
-    listener = listen(config.host, config.port)
+    listener = inherited_socket(metrics=False) or listen(config.host, config.port)
+    retire = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(RETIRE, retire.set)
     with contextlib.ExitStack() as stack:
         stack.callback(listener.close)
         metrics = GatewayMetrics(config.model_name)
@@ -178,7 +219,7 @@ async def serve(config: GatewayConfig, stop: asyncio.Event) -> None:
             gc.freeze()  # what was loaded stays: a full collection that walks it stops every stream for 0.1 s and more
             start_up.ended("bus")
             log.info("%s", start_up.line())
-            await run_gateway(gateway, listener, stop, config.drain_grace_s)
+            await run_gateway(gateway, listener, stop, config.drain_grace_s, retire, metrics_listener.close)
         finally:
             await _close(bus, tracing)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import socket
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -16,6 +17,8 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 
 from prometheus_client import CollectorRegistry, disable_created_metrics
 from prometheus_client.exposition import choose_encoder
+
+from shared.supervision import inherited_socket
 
 log = logging.getLogger("headrace.listener")
 
@@ -58,9 +61,16 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 64
 
-    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
+    def __init__(
+        self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler], inherited: socket.socket | None
+    ) -> None:
         self._free = threading.BoundedSemaphore(MOST_CONNECTIONS)
-        super().__init__(address, handler)
+        super().__init__(address, handler, bind_and_activate=inherited is None)
+        if inherited is not None:
+            self.socket.close()
+            self.socket = inherited
+            self.server_address = inherited.getsockname()
+            self.server_port = self.server_address[1]
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if self._free.acquire(blocking=False):
@@ -83,7 +93,10 @@ class _Server(ThreadingHTTPServer):
 
 
 class InternalListener:
-    """Serves ``/metrics`` of one registry, and what is added to it. Port 0 takes a free one."""
+    """Serves ``/metrics`` of one registry, and what is added to it. Port 0 takes a free one.
+
+    A socket that the process was started with (shared.supervision) takes the place of both host and port.
+    """
 
     def __init__(self, registry: CollectorRegistry, host: str, port: int) -> None:
         """Raises OSError if the port cannot be had."""
@@ -102,7 +115,7 @@ class InternalListener:
 
             do_HEAD = do_GET
 
-        self._server = _Server((host, port), Answer)
+        self._server = _Server((host, port), Answer, inherited_socket(metrics=True))
         self.port: int = self._server.server_port
         self._thread = threading.Thread(target=self._server.serve_forever, name="internal-listener", daemon=True)
         self._thread.start()

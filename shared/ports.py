@@ -1,8 +1,12 @@
-"""One wording for a port that cannot be listened on."""
+"""Listening sockets: how they are made, and one wording for a port that cannot be listened on."""
 
 from __future__ import annotations
 
 import errno
+import socket
+
+BACKLOG = 2048
+"""Connections that wait to be accepted: as many as may come while a gateway starts again."""
 
 
 def taken(host: str, port: int, flag: str) -> str:
@@ -14,3 +18,19 @@ def listen_problem(host: str, port: int, error: OSError, flag: str) -> str:
     if error.errno == errno.EADDRINUSE:
         return taken(host, port, flag)
     return f"cannot listen on port {port} of {host} ({flag}): {error.strerror or error}"
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens on ``host``, a name or an address. Raises OSError."""
+    family, kind, protocol, _, address = socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    bound = socket.socket(family, kind, protocol)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+        bound.listen(BACKLOG)
+    except OSError:
+        bound.close()
+        raise
+    return bound

@@ -246,6 +246,10 @@ class RunningGateway:
         if self.error is not None:
             raise self.error
 
+    def retire(self) -> None:
+        """Another gateway has taken over."""
+        self.loop.call_soon_threadsafe(self._retire.set)
+
     def stop(self) -> None:
         with contextlib.suppress(RuntimeError):  # stopped already
             self.loop.call_soon_threadsafe(self._stop.set)
@@ -296,7 +300,7 @@ class RunningGateway:
 
     async def _main(self) -> None:
         self.loop = asyncio.get_running_loop()
-        self._stop = asyncio.Event()
+        self._stop, self._retire = asyncio.Event(), asyncio.Event()
         listener = listen("127.0.0.1", 0)
         self.port = listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
@@ -306,7 +310,7 @@ class RunningGateway:
         fake = asyncio.create_task(self.mesh.run())
         self._started.set()
         try:
-            await run_gateway(self.gateway, listener, self._stop, self.config.drain_grace_s)
+            await run_gateway(self.gateway, listener, self._stop, self.config.drain_grace_s, self._retire)
         finally:
             fake.cancel()
             with contextlib.suppress(asyncio.CancelledError):
