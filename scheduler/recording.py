@@ -13,8 +13,8 @@ The first is the header. Times are the core's (monotonic); the header has the wa
     [t, "result", StepResult]                  [t, "tick"]
     [t, "plan", worker, StepPlan or nil]       asked for at t; nil: nothing to run
 
-Messages are embedded as they are on the bus. Feeding the inputs to a core with the same limits gives the same plans,
-byte for byte (``headrace replay``).
+Messages are embedded as they are on the bus, less the version in front of them. Feeding the inputs to a core with the
+same limits gives the same plans, byte for byte (``headrace replay``).
 """
 
 from __future__ import annotations

@@ -40,8 +40,8 @@ def judge(
         return Outcome.INVALID, "an empty prompt, n < 1 or max_tokens < 1", []
     if max(tokens) >= vocab_size or any(max(more, default=0) >= vocab_size for more in resumed):
         return Outcome.INVALID, f"a token id outside the model's vocabulary of {vocab_size}", []
-    if any(len(more) >= sampling.max_tokens for more in resumed):
-        return Outcome.INVALID, "a resumed choice has max_tokens tokens already", []
+    if any(len(more) > sampling.max_tokens for more in resumed):
+        return Outcome.INVALID, "a resumed choice has more than max_tokens tokens", []
     total = len(tokens) + sampling.max_tokens
     longest = max(max_model_len(capacity, limits) for capacity in capacities)
     if total > longest:
@@ -58,6 +58,8 @@ def judge(
     if sequences > limits.max_num_queued_reqs:  # for ever: no time to try again is told
         most = limits.max_num_queued_reqs
         return Outcome.INVALID, f"{sequences} choices; the queue holds {most} (--max-num-queued-reqs)", []
+    if submit.attempt > 1:  # it was let in before: a resume takes its old place, however full the queue is by now
+        return Outcome.ACCEPTED, "", tokens
     if num_waiting + sequences > limits.max_num_queued_reqs:
         return Outcome.QUEUE_FULL, f"{num_waiting} requests are waiting already", []
     need = len(tokens) + sampling.max_tokens * (sampling.beam_width or submit.n)

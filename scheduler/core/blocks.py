@@ -24,6 +24,7 @@ class BlockPool:
         self._hash_of: dict[int, bytes] = {}
         self._by_hash: dict[bytes, int] = {}
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._news: dict[int, bytes] = {}  # content indexed since ``take_news``
         self.evictions = 0
         self.releases = 0  # how often blocks were given back
         self.num_shared = 0  # blocks with two references or more
@@ -101,7 +102,12 @@ class BlockPool:
             raise ValueError(f"block {block} is free")
         if content not in self._by_hash and block not in self._hash_of:
             self._by_hash[content] = block
-            self._hash_of[block] = content
+            self._hash_of[block] = self._news[block] = content
+
+    def take_news(self) -> list[tuple[int, bytes]]:
+        """Blocks with the content that was indexed for them since the last call, and still is."""
+        news, self._news = self._news, {}
+        return list(news.items())
 
     def adopt(self, cached: Iterable[tuple[int, bytes]]) -> None:
         """Take over blocks that hold content already, the least recently used first, into an untouched pool.
@@ -133,6 +139,7 @@ class BlockPool:
 
     def _forget(self, block: int) -> None:
         del self._by_hash[self._hash_of.pop(block)]
+        self._news.pop(block, None)
 
     def check(self, holders: Iterable[Iterable[int]]) -> None:
         """Raise AssertionError unless free + referenced + cached = total and references are those of ``holders``."""
@@ -149,5 +156,6 @@ class BlockPool:
         assert all(block in self._hash_of for block in self._cached)
         assert not free & self._hash_of.keys(), "a free block is indexed"
         assert {block: content for content, block in self._by_hash.items()} == self._hash_of
+        assert all(self._hash_of.get(block) == content for block, content in self._news.items())
         assert self.num_shared == sum(refs > 1 for refs in self._refs)
         assert 0 not in free and self._refs[0] == 0, "the scratch page was handed out"

@@ -180,6 +180,7 @@ class PlanDraft:
             feeds=self._feeds,
             swap_outs=self._swap_outs,
             swap_ins=self._swap_ins,
+            hashes=worker.pool.take_news(),
         )
         worker.in_flight.append(
             PlanInFlight(

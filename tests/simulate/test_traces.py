@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import msgpack
+import msgspec
 import pytest
 
 from headrace import __main__ as cli
@@ -98,7 +99,7 @@ def test_messages_survive_the_way_there_and_back(tmp_path: Path) -> None:
     writer.put(6, "cancel", Cancel("r", 1))
     writer.close()
     first, second = records(path)
-    assert message(first[2]) == submit and same_bytes(first[2], encode(submit))
+    assert message(first[2]) == submit and same_bytes(first[2], msgspec.msgpack.encode(submit))
     assert message(second[2]) == Cancel("r", 1)
 
 

@@ -1,40 +1,41 @@
-"""The mesh in a box on a bus that loses, repeats and delays, with workers that restart and fall silent.
+"""The mesh in a box on a bus that loses, repeats and delays, with workers and schedulers that restart or fall silent.
 
 Both ends do what the services do: the worker keeps the production ledger (``worker.ledger``), the scheduler's side
-resends as ``scheduler.pacing`` does and greets, loses and restarts workers as ``scheduler.service`` does. The gateway
-resumes what is lost: it raises the attempt, hands over the tokens it has, and ignores entries of older attempts.
+resends as ``scheduler.pacing`` does and greets, loses and restarts workers as ``scheduler.service`` does: a reset, then
+nothing until the worker has said what its pages hold, which it keeps when the scheduler restarts.
 """
 
 from __future__ import annotations
 
 import pickle
 from collections import Counter, deque
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 import msgspec
-from mesh_in_a_box import MS, Box
+from mesh_in_a_box import MS
+from resuming_gateway import ResumingBox
 
-from scheduler.core.core import ResultGap
-from scheduler.core.events import Ended, Failed
-from scheduler.core.sequence import Sequence
+from scheduler.core.core import ResultGap, SchedulerCore
+from scheduler.core.sequence import Status
 from shared.messages import (
     Capacity,
     Need,
-    Outcome,
+    PageSnapshot,
     Reset,
     StepPlan,
     StepResult,
-    Submit,
-    SubmitReply,
     decode,
     encode,
-    pack_tokens,
+    unpack_tokens,
 )
+from shared.page_hash import DIGEST_BYTES
 from worker.batch import Batch
 from worker.ledger import StepLedger
+from worker.page_book import PageBook
 from worker.simulated import SimulatedRunner, StepTime
 
 MOST_RESENDS = 5  # of one plan, before its batch counts as lost
+MOST_SNAPSHOT_BYTES = 30 * (4 + DIGEST_BYTES)  # less than some pools fill
 ROUGH = (
     "lose plan", "repeat plan", "lose result", "leave results",
     "overtake", "repeat result", "foreign result", "restart",
@@ -52,103 +53,33 @@ class Wire:
     ledger: StepLedger
     plans: deque[StepPlan | Reset] = field(default_factory=deque)  # on the way to the worker, in order
     inbox: deque[StepPlan | Reset] = field(default_factory=deque)  # accepted by the worker, not executed
-    results: list[StepResult | Need] = field(default_factory=list)  # on the way to the scheduler, in any order
+    results: list[StepResult | Need | PageSnapshot] = field(
+        default_factory=list
+    )  # on the way to the scheduler, in any order
     sent: deque[StepPlan] = field(default_factory=deque)  # the scheduler's: plans without a result
     delivered: list[StepResult] = field(default_factory=list)  # the last results that the scheduler has seen
     incarnation: int = 1  # that the scheduler talks to
     resends: int = 0  # of the oldest plan without a result
     next_step: tuple[int, int] = (0, 1)  # (incarnation, first step it has not seen), of a worker that was lost
     first_step: int = 1  # of the batch that the scheduler knows
+    greeted: Reset | None = None  # the scheduler's: it waits for the answer
+    pages: PageBook = field(default_factory=lambda: PageBook(1, 1))
 
 
-class LossyBox(Box):
+class LossyBox(ResumingBox):
     def __init__(self, *args: object, **kwargs: int) -> None:
         self.wires: dict[str, Wire] = {}
         self.capacities: dict[str, Capacity] = {}
-        self.lost: list[str] = []  # requests to resume
-        self.left: set[tuple[str, int]] = set()  # choices that their clients cancelled, or that were dropped
-        self.accepted: list[tuple[str, int, int]] = []  # (request, attempt, choice)
-        self.ended: Counter[tuple[str, int, int]] = Counter()
-        self.seen: Counter[str] = Counter()  # what happened, by kind
-        self._observed = 0
-        super().__init__(*args, **kwargs)  # type: ignore[arg-type]
-
-    # --- gateway ----------------------------------------------------------------------------------------------------
-
-    def submit(self, submit: Submit, deadline: int = 0) -> SubmitReply:
-        reply = super().submit(submit, deadline)
-        if reply.outcome is Outcome.ACCEPTED:
-            for choice in range(1 if submit.sampling.beam_width else submit.n):
-                if choice not in submit.done_choices:
-                    self.accepted.append((submit.request_id, submit.attempt, choice))
-        return reply
-
-    def cancel(self, request_id: str, choice: int = -1) -> None:
-        submit = self.submits.get(request_id)
-        super().cancel(request_id, choice)
-        if submit is not None:
-            whole = choice == -1 or submit.sampling.beam_width
-            self.left.update((request_id, one) for one in (range(submit.n) if whole else [choice]))
-        elif choice == -1:
-            self.left.update((request_id, one) for one in range(8))  # it overtook its submit
-
-    def observe(self) -> None:
-        """Take note of what the core said since the last time; everything ends at most once."""
-        for event in self.events[self._observed :]:
-            if not isinstance(event, Ended | Failed):
-                continue
-            key = self._key(event.sequence)
-            if event.sequence.group is not None and self.ended[key]:
-                continue  # a search that is cancelled or dropped ends beam by beam
-            self.ended[key] += 1
-            assert self.ended[key] == 1, f"{key} ended twice"
-            if isinstance(event, Failed) and event.kind == "lost":
-                if key[0] not in self.lost:
-                    self.lost.append(key[0])
-            elif isinstance(event, Failed):
-                self.left.add((key[0], key[2]))
-        self._observed = len(self.events)
-
-    def resume(self) -> None:
-        """Resubmit what was lost. What the queue has no place for is tried again the next time."""
-        waiting, self.lost = self.lost, []
-        for request_id in waiting:
-            submit = self.submits[request_id]
-            searches = submit.sampling.beam_width > 0
-            choices = range(1 if searches else submit.n)
-            done = [c for c in choices if (request_id, c) in self.left or (request_id, c) in self.ends]
-            if len(done) == len(choices):
-                continue
-            has = []
-            if not searches:
-                has = [b"" if c in done else pack_tokens(self.delivered.get((request_id, c), [])) for c in choices]
-            again = msgspec.structs.replace(submit, attempt=submit.attempt + 1, resumed=has, done_choices=done)
-            reply = self.submit(again)
-            if reply.outcome is Outcome.ACCEPTED:
-                self.seen["resumed"] += 1
-                self.seen["resumed with tokens"] += any(has)
-            else:
-                assert reply.outcome in (Outcome.QUEUE_FULL, Outcome.NO_WORKER), reply.reason
-                self.lost.append(request_id)
-
-    def check_ends(self) -> None:
-        """Invariant 3: of the last attempt of every request, each choice ended (each once: ``observe``)."""
-        for request_id, attempt, choice in self.accepted:
-            if attempt == self.submits[request_id].attempt and (request_id, choice) not in self.left:
-                key = (request_id, attempt, choice)
-                assert self.ended[key] == 1, f"{key} was accepted and has no end"
-
-    @staticmethod
-    def _key(sequence: Sequence) -> tuple[str, int, int]:
-        choice = 0 if sequence.group is not None else sequence.choice  # a search ends as one
-        return (sequence.request_id, sequence.submit.attempt, choice)
+        self.before: Counter[str] = Counter()  # counters of schedulers that are gone
+        super().__init__(*args, **kwargs)
 
     # --- the scheduler's driver -------------------------------------------------------------------------------------
 
     def add_worker(self, name: str, cap: Capacity, incarnation: int = 1) -> None:
         super().add_worker(name, cap, incarnation)
         self.capacities[name] = cap
-        self.wires[name] = Wire(StepLedger(name, incarnation, epoch=self.core.epoch))
+        wire = self.wires[name] = Wire(StepLedger(name, incarnation), pages=PageBook(cap.block_size, cap.num_blocks))
+        wire.ledger.offer(Reset(self.core.epoch, name, incarnation, 1))
 
     def knows(self, worker: str) -> bool:
         return worker in self.core.workers
@@ -171,12 +102,12 @@ class LossyBox(Box):
             self.seen["resent plans"] += 1
             wire.plans.extend(plan for plan in wire.sent if plan.step >= step)
 
-    def lose(self, worker: str) -> None:
+    def lose(self, worker: str, suspect: bool = True) -> None:
         """The worker has been silent for too long, or its batch is not to be trusted."""
         wire, state = self.wires[worker], self.core.workers[worker]
         wire.next_step = (state.incarnation, state.next_step)
         wire.sent.clear()
-        self.events += self.core.worker_lost(worker, "silent", self.now)
+        self.events += self.core.worker_lost(worker, "silent", self.now, suspect)
 
     def restart_batch(self, worker: str) -> None:
         if self.knows(worker):
@@ -191,13 +122,48 @@ class LossyBox(Box):
         wire.first_step = first
         wire.sent.clear()
         wire.resends = 0
-        self.events += self.core.worker_up(worker, wire.incarnation, self.capacities[worker], self.now, first)
-        wire.plans.append(Reset(self.core.epoch, worker, wire.incarnation, first))
+        if self.knows(worker):
+            self.lose(worker)
+        wire.greeted = Reset(self.core.epoch, worker, wire.incarnation, first)
+        wire.plans.append(wire.greeted)
+
+    def meet(self, worker: str, snapshot: PageSnapshot) -> None:
+        """The worker's batch is gone, and this is what its pages hold."""
+        wire, reset = self.wires[worker], self.wires[worker].greeted
+        if reset is None or (snapshot.epoch, snapshot.incarnation, snapshot.step) != (
+            reset.epoch, reset.incarnation, reset.step
+        ):  # fmt: skip
+            self.seen["answers that nobody waits for"] += 1
+            return
+        wire.greeted = None
+        pages, size = unpack_tokens(snapshot.pages), DIGEST_BYTES
+        cached = [(page, snapshot.hashes[place * size : (place + 1) * size]) for place, page in enumerate(pages)]
+        self.events += self.core.worker_up(
+            worker, reset.incarnation, self.capacities[worker], self.now, reset.step, cached
+        )
+        self.core.check()
+        self.seen["pages taken over"] += self.core.workers[worker].pool.num_cached
+
+    def restart_scheduler(self) -> None:
+        """Another one leads, and knows nothing. Workers keep their pages, the gateway resumes."""
+        self.seen["schedulers restarted"] += 1
+        self.before.update({name: n for name, n in asdict(self.core.counters).items() if isinstance(n, int)})
+        live = self.core.live_requests()
+        for sequence in (one for request_id in live for one in self.core.sequences_of(request_id)):
+            if sequence.status not in (Status.ENDED, Status.HELD):
+                self.ended[self._key(sequence)] = 1  # with its scheduler; the new epoch tells the gateway
+        self.core = SchedulerCore(self.limits, self.core.policy.name, self.core.epoch + 1)
+        for wire in self.wires.values():
+            wire.sent.clear()
+            wire.greeted, wire.next_step, wire.incarnation = None, (0, 1), 0
+        self.lost += [request_id for request_id in live if request_id not in self.lost]
 
     def beat(self, worker: str) -> None:
         """``SchedulerService._meet_worker``, with the time between two resends always up."""
         wire = self.wires[worker]
-        if not self.knows(worker) or wire.incarnation != wire.ledger.incarnation:
+        if wire.greeted is not None and wire.incarnation == wire.ledger.incarnation:
+            wire.plans.append(wire.greeted)  # the reset or its answer was lost
+        elif not self.knows(worker) or wire.incarnation != wire.ledger.incarnation:
             self.greet(worker)
         elif wire.sent and not wire.inbox:
             wire.resends += 1
@@ -207,9 +173,12 @@ class LossyBox(Box):
             else:
                 self.resend(worker, wire.sent[0].step)
 
-    def take(self, worker: str, message: StepResult | Need) -> None:
+    def take(self, worker: str, message: StepResult | Need | PageSnapshot) -> None:
         """``SchedulerService._on_result``. What is no news must change nothing: the core's whole state is compared."""
         wire = self.wires[worker]
+        if isinstance(message, PageSnapshot):
+            self.meet(worker, message)
+            return
         if isinstance(message, Need):
             if message.incarnation == wire.incarnation and message.epoch == self.core.epoch:
                 self.seen["needs"] += 1
@@ -255,7 +224,8 @@ class LossyBox(Box):
         verdict = wire.ledger.offer(message)
         self.seen["plans for another incarnation"] += verdict.stale
         if verdict.reset:
-            wire.inbox.append(Reset(message.epoch, worker, message.incarnation, message.step))
+            assert isinstance(message, Reset)
+            wire.inbox.append(message)
         if verdict.execute is not None:
             wire.inbox.append(verdict.execute)
         elif verdict.resend is not None:
@@ -271,10 +241,14 @@ class LossyBox(Box):
             item = wire.inbox.popleft()
             if isinstance(item, Reset):
                 self.batches[worker].clear()
+                packed = wire.pages.packed(MOST_SNAPSHOT_BYTES)
+                wire.results.append(PageSnapshot(item.epoch, worker, item.incarnation, item.step, *packed))
                 continue
             if not wire.ledger.current(item):
                 continue
+            wire.pages.begin(item)
             result = self.run_plan(item)
+            wire.pages.end(item)
             wire.ledger.record(item, encode(result))
             wire.results.append(result)
             return
@@ -283,7 +257,8 @@ class LossyBox(Box):
         """The process dies and starts again; its old results are still under way, and the scheduler has no idea."""
         wire, cap = self.wires[worker], self.capacities[worker]
         wire.inbox.clear()
-        wire.ledger = StepLedger(worker, wire.ledger.incarnation + 1, epoch=self.core.epoch)
+        wire.ledger = StepLedger(worker, wire.ledger.incarnation + 1)
+        wire.pages = PageBook(cap.block_size, cap.num_blocks)
         self.batches[worker] = Batch(cap.block_size, cap.num_blocks, cap.max_model_len, frozenset(cap.eos_token_ids))
         self.runners[worker] = SimulatedRunner(cap, StepTime())
 
@@ -353,6 +328,10 @@ class LossyBox(Box):
         elif fault == "restart":
             self.crash(worker)
             self.beat(worker)
+            while wire.plans:
+                self.carry(worker)
+            self.work(worker)
+            self.deliver(worker, -1)  # its answer overtakes what it said before it died
         while wire.inbox and fault == "overtake":
             self.work(worker)
         while wire.results:
@@ -383,9 +362,12 @@ class LossyBox(Box):
                 if not self.knows(worker) or wire.incarnation != wire.ledger.incarnation:
                     self.beat(worker)
                 self._exchange(worker)
+                if not self.knows(worker):
+                    break
                 if wire.sent and not (wire.inbox or wire.plans):
                     self.beat(worker)
-            if not any(wire.sent or wire.plans or wire.inbox for wire in self.wires.values()):
+            met = all(self.knows(worker) for worker in self.wires)
+            if met and not any(wire.sent or wire.plans or wire.inbox for wire in self.wires.values()):
                 return
         raise AssertionError(f"not repaired after {REPAIR_EXCHANGES} exchanges: {self.wires}")
 

@@ -49,6 +49,7 @@ FIELDS: dict[str, tuple[object, ...]] = {
 KINDS = (
     *["round"] * 4, *["rounds"] * 14, *ROUGH, *ROUGH[:-1], *["cancel"] * 3, *["tick"] * 2, *["resume"] * 4,
     "plan", "carry", "work", "deliver", "overtake", "beat", "repeat_result", "crash", "lose", "restart_batch",
+    "restart_scheduler",
 )  # fmt: skip
 MUST_HAPPEN = (
     "cancelled", "failed", "deadline_drops", "preemptions", "recomputed_tokens", "swapped_out", "swapped_in",
@@ -56,6 +57,7 @@ MUST_HAPPEN = (
     "lost plans", "repeated plans", "resent plans", "needs", "lost results", "kept results", "resumed with tokens",
     "results ahead of a missing one", "results repeated or of a lost batch", "results of another epoch",
     "results of another incarnation", "results of a lost worker", "plans for another incarnation",
+    "schedulers restarted", "pages taken over", "answers that nobody waits for",
 )  # fmt: skip
 """What the seeds must reach, each in some: else the weights have come to miss a feature."""
 
@@ -131,7 +133,9 @@ def act(box: LossyBox, kind: str, argument: int) -> None:
         box.repeat_result(worker, value)
     elif kind == "lose":
         if box.knows(worker):
-            box.lose(worker)
+            box.lose(worker, suspect=value % 2 == 0)
+    elif kind == "restart_scheduler":
+        box.restart_scheduler()
     else:
         getattr(box, kind)(worker)
 
@@ -186,13 +190,15 @@ def hold(setup: dict[str, object], ops: list[object]) -> set[str]:
     box = drive(setup, ops)
     for worker in box.queues:
         box.round(worker)  # a last plan may carry drops alone
+    box.heal()
     box.assert_idle()
     box.check_ends()
     cancelled = {key for key in box.delivered if key not in box.ends}
     for key in cancelled:
         del box.delivered[key]
     box.assert_tokens_right()
-    happened = {name for name, total in (*asdict(box.core.counters).items(), *box.seen.items()) if total}
+    totals = (*asdict(box.core.counters).items(), *box.before.items(), *box.seen.items())
+    happened = {name for name, total in totals if total}
     return happened | {"found" for one in box.events if isinstance(one, Found)}
 
 
