@@ -28,19 +28,19 @@ class Fault:
     def name(self) -> str:
         if self.kind == "nothing":
             return "nothing"
-        verb = {"kill": "kill -9 of", "stop": "SIGSTOP of", "part": "partition of"}[self.kind]
+        verb = {"kill": "kill -9 of", "stop": "SIGSTOP of", "part": "partition of"}.get(self.kind, self.kind)
         whom = {"nats": "NATS"}.get(self.victim, f"the {self.victim}")
         spare = {"worker": ", one of two", "scheduler": ", with a standby", "gateway": ", clients resume"}
         return f"{verb} {whom}{spare[self.victim] if self.spare else ''}"
 
-    def aim_s(self, length_s: float) -> float:
-        """The longest pause aimed at. ``length_s``: of a stop or a partition."""
-        if self.kind == "nothing":
-            return 0.0
-        if self.kind == "kill":
+    def aim_s(self, length_s: float) -> float | None:
+        """The longest pause aimed at; None where there is no aim. ``length_s``: of a stop or a partition."""
+        if self.kind in ("stop", "part"):
+            spared = self.spare and self.victim == "scheduler"
+            return FAIL_OVER_S if spared else length_s + FAIL_OVER_S
+        if self.kind == "kill" and self.victim in ("worker", "scheduler"):
             return RESTART_S if self.victim == "worker" and not self.spare else FAIL_OVER_S
-        spared = self.spare and self.victim == "scheduler"
-        return FAIL_OVER_S if spared else length_s + FAIL_OVER_S
+        return None
 
     def counts(self) -> dict[str, int]:
         """How many processes of each kind the mesh has."""
@@ -103,7 +103,7 @@ class Outcome:
     cut: int  # streams that the fault met before their end
     verdicts: dict[str, str]
     pauses_s: list[float]  # of the streams
-    aim_s: float
+    aim_s: float | None
     errors: list[str]
 
     @property

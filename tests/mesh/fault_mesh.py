@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
@@ -23,6 +24,7 @@ from test_whole_mesh import free_port
 from whole_mesh import Nats, eventually
 
 from headrace.bench.probe import read_metrics
+from headrace.nats_server import NatsServer
 
 MODEL = "m"
 LOOK_EVERY_S = 0.01  # how soon a process that has ended is started again
@@ -30,15 +32,24 @@ LEAST_LIFE_S = 0.5  # between two starts of one that cannot live
 KEPT_LOG_LINES = 60
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where the services of a kind run, if not simply here."""
+
+    prefix: tuple[str, ...] = ()  # of their command
+    here: str = "127.0.0.1"  # the address of this machine that they reach
+    there: str = "127.0.0.1"  # theirs
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
 class Service:
     """One service under its name, over all its lives."""
 
-    def __init__(
-        self, name: str, service: str, flags: tuple[str, ...], env: Mapping[str, str], prefix: tuple[str, ...] = ()
-    ) -> None:  # fmt: skip
+    def __init__(self, name: str, service: str, flags: tuple[str, ...], env: Mapping[str, str], place: Place) -> None:
         self.name = name
-        self._command = [*prefix, sys.executable, "-m", service, *flags]
-        self._env = {key: value for key, value in os.environ.items() if not key.startswith("HEADRACE_")} | dict(env)
+        self._command = [*place.prefix, sys.executable, "-m", service, "--metrics-host", place.there, *flags]
+        own = {key: value for key, value in os.environ.items() if not key.startswith("HEADRACE_")}
+        self._env = {**own, **env, **place.env}
         self.lives: list[Process] = []
         self.supervised = True
         self.started_s = 0.0  # monotonic
@@ -60,11 +71,11 @@ class Service:
 
     def metrics(self) -> dict[str, float]:
         """By name, and by name with labels; empty while its listener is not there."""
-        port = re.search(r"metrics on http://[^:]+:(\d+)/", self.process.output())
-        if port is None:
+        url = re.search(r"metrics on (http://[^/]+/metrics)", self.process.output())
+        if url is None:
             return {}
         try:
-            return read_metrics([httpx.get(f"http://127.0.0.1:{port.group(1)}/metrics", timeout=5).text])
+            return read_metrics([httpx.get(url.group(1), timeout=5).text])
         except httpx.TransportError:
             return {}
 
@@ -85,8 +96,8 @@ class NatsService:
 
     name = "nats"
 
-    def __init__(self) -> None:
-        self._nats = Nats()
+    def __init__(self, server: NatsServer | None) -> None:
+        self._nats = Nats(server)
         self.server = self._nats.server
         self.supervised = True
         self.started_s = time.monotonic()
@@ -112,12 +123,13 @@ class FaultMesh:
     def __init__(
         self, folder: Path, *, schedulers: int = 1, workers: int = 1, gateways: int = 1,
         scheduler: tuple[str, ...] = (), worker: tuple[str, ...] = (), gateway: tuple[str, ...] = (),
-        env: Mapping[str, str] | None = None,
+        places: Mapping[str, Place] | None = None, server: NatsServer | None = None,
     ) -> None:  # fmt: skip
+        """``scheduler``, ``worker`` and ``gateway`` are flags, ``places`` is by kind of service."""
         self._closing = contextlib.ExitStack()
         self._changing = threading.Lock()
-        self._env = dict(env or {})
-        self.nats = NatsService()
+        self._places = dict(places or {})
+        self.nats = NatsService(server)
         self._closing.callback(self.nats.close)
         self.services: dict[str, Service] = {}
         self.proxies: dict[str, Proxy] = {}
@@ -141,16 +153,15 @@ class FaultMesh:
         self._supervisor = threading.Thread(target=self._supervise, name="supervisor", daemon=True)
         self._supervisor.start()
 
-    def start(self, name: str, *flags: str, nats: str = "", prefix: tuple[str, ...] = ()) -> Service:
-        """Start a service and keep it alive. ``nats`` is the URL by which it reaches NATS (default: a proxy)."""
-        if not nats:
-            host, _, port = self.nats.server.url.removeprefix("nats://").partition(":")
-            self.proxies[name] = Proxy((host, int(port)))
-            self._closing.callback(self.proxies[name].close)
-            nats = self.proxies[name].url
-        env = {"HEADRACE_NATS_TOKEN": self.nats.server.token, **self._env}
-        every = ("--nats", nats, "--metrics-port", "0")
-        service = Service(name, name.rstrip("0123456789"), (*every, *flags), env, prefix)
+    def start(self, name: str, *flags: str) -> Service:
+        """Start a service and keep it alive."""
+        kind = name.rstrip("0123456789")
+        place = self._places.get(kind, Place())
+        nats_host, _, nats_port = self.nats.server.url.removeprefix("nats://").partition(":")
+        proxy = self.proxies[name] = Proxy((nats_host, int(nats_port)), place.here)
+        self._closing.callback(proxy.close)
+        every = ("--nats", proxy.url, "--metrics-port", "0")
+        service = Service(name, kind, (*every, *flags), {"HEADRACE_NATS_TOKEN": self.nats.server.token}, place)
         service.start()
         self._closing.callback(service.close)
         with self._changing:

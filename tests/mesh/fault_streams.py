@@ -192,7 +192,7 @@ def resuming(plain: Sequence[Ask]) -> list[Ask]:
     made = []
     for ask in plain:
         body = {name: value for name, value in ask.body.items() if name != "seed"}
-        made.append(replace(ask, body=body, resumes=True, key=f"key of {ask.name}"))
+        made.append(replace(ask, body=body, resumes=True, key=ask.name.replace(" ", "-")))
     return made
 
 

@@ -29,8 +29,8 @@ BYTES_PER_BLOCK = 2 * 2 * 2 * 16 * 4 * 16  # key and value, layers, KV heads, he
 class Nats:
     """A NATS server's process, which a test may kill and start again on the same port."""
 
-    def __init__(self) -> None:
-        self.server = NatsServer()
+    def __init__(self, server: NatsServer | None = None) -> None:
+        self.server = server or NatsServer()
         self.start()
 
     def start(self) -> None:
