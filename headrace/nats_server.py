@@ -14,15 +14,16 @@ import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from headrace.parent_death import die_with_parent
+from headrace.stale_folders import PrivateFolder
 from shared.subjects import OBSERVER, SERVICE_KINDS, permissions
 
 HOST = "127.0.0.1"
+FOLDER_PREFIX = "headrace-nats-"
 _STORE_LIMITS = "max_memory_store: 16MB, max_file_store: 64MB"  # one key is kept: the scheduler's lease
 
 
@@ -67,7 +68,8 @@ class NatsServer:
 
     def __init__(self, users: bool = False) -> None:
         self._binary = find_nats_server()
-        self._folder = Path(tempfile.mkdtemp(prefix="headrace-nats-"))  # mode 0700
+        self._private = PrivateFolder(FOLDER_PREFIX)
+        self._folder = self._private.path
         self._config = self._folder / "nats.conf"
         self.token = "" if users else secrets.token_urlsafe(24)
         kinds = (*SERVICE_KINDS, OBSERVER) if users else ()
@@ -104,7 +106,7 @@ class NatsServer:
 
     def close(self) -> None:
         """Delete the folder. The process is its owner's to stop, before."""
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._private.close()
 
     def _write_config(self) -> None:
         text = (
