@@ -20,15 +20,17 @@ from gateway.choices import check_told, choice_text, prompt_report
 from gateway.config import GatewayConfig
 from gateway.deadline import deadline_ns
 from gateway.decoding import Decoding
-from gateway.dispatch import Dispatch, Part
+from gateway.dispatch import Dispatch
 from gateway.endpoints import Endpoint, Request, WriterContext
 from gateway.errors import ApiError, unavailable
 from gateway.flight import Flight
 from gateway.idempotency import read_keyed
 from gateway.keys import Keyring
 from gateway.ledger import RequestRecord
+from gateway.mesh_view import PATIENCE_S
 from gateway.metrics import GatewayMetrics
 from gateway.numbered_events import NumberedWriter
+from gateway.offering import Part
 from gateway.parameters import CompletionRequest
 from gateway.responses import header, id_header, request_id, send_error, send_whole
 from gateway.structured import check_served
@@ -134,6 +136,22 @@ class Gateway:
         assert info is not None
         return info
 
+    async def settled_model_info(self, name: str) -> ModelInfo:
+        """As ``model_info``, but a mesh that was ready a moment ago is given a moment to be so again."""
+        mesh = self.dispatch.mesh
+        now_s = time.monotonic()
+        until_s = now_s + PATIENCE_S
+        while (
+            name in ("", self.model)
+            and not self.draining
+            and now_s < until_s
+            and mesh.lately_ready(self.model, now_s)
+            and mesh.why_not_ready(self.model, now_s) is not None
+        ):
+            await self.dispatch.next_beat(until_s - now_s)
+            now_s = time.monotonic()
+        return self.model_info(name)
+
 
 class AnswerApp:
     """The ASGI application of one endpoint that answers prompts."""
@@ -229,7 +247,7 @@ class AnswerApp:
         if visit.keyed is not None:
             visit.keyed.check(request.delivery.stream, self._endpoint.event_ids)
         visit.deadline_ns = deadline_ns(visit.arrival_ns, request.delivery.timeout_s, scope)
-        model = gateway.model_info(request.model)
+        model = await gateway.settled_model_info(request.model)
         gateway.check_room(_num_sequences(request), 0, visit.request_id)
         records = await self._open(request, model, visit)
         visit.tokenised_ns = time.time_ns()

@@ -51,9 +51,10 @@ class GatewayConfig(MeshConfig):
     scheduler_stale_s: float = option(
         3.0, "a scheduler silent for longer counts as absent: new requests get 503", check=between(0.1, 600)
     )
-    stall_timeout_s: float = option(
-        7.0, "open requests end with an error once the scheduler is silent for so long", check=between(0.2, 3600)
-    )
+    resume_timeout_s: float = option(
+        30.0, "open requests that were interrupted, or whose scheduler is silent, end with an error after so long",
+        check=between(0.2, 3600),
+    )  # fmt: skip
     slow_reader_timeout_s: float = option(
         120.0, "a client that takes nothing of a waiting answer for so long is disconnected", check=at_least(1)
     )

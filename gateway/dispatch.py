@@ -1,7 +1,11 @@
-"""The gateway's side of the bus: offers requests to the scheduler, routes tokens to flights, cancels what is unwanted.
+"""The gateway's side of the bus: routes tokens to flights, has what was lost resumed, cancels what is unwanted.
 
 Owns the ledger and the view of the mesh. Handlers of bus messages are plain calls; two tasks belong to it, one that
-publishes cancels and one that publishes beats and watches for silence.
+publishes cancels and one that publishes beats and watches over what does not go on.
+
+A request is resumed when the scheduler says so, when tokens are missing, when a new scheduler leads, and when this
+process's connection to the bus was interrupted: a lost last entry would never show as a gap. A silent scheduler alone
+is waited for.
 """
 
 from __future__ import annotations
@@ -9,17 +13,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 
+from gateway.awake_clock import AwakeClock
 from gateway.config import GatewayConfig
-from gateway.errors import invalid, late, refusal, unavailable
-from gateway.flight import Choice, Flight
-from gateway.ledger import Broken, Ledger, PromptPiece, RequestRecord, Update
+from gateway.errors import interrupted, invalid, late
+from gateway.ledger import Broken, Ledger, Lost, PromptPiece, RequestRecord, Update
 from gateway.mesh_view import MeshView
 from gateway.metrics import GatewayMetrics
-from gateway.token_details import PromptReport
-from shared.bus import Bus, BusUnavailable, NoResponder, PayloadTooLarge
+from gateway.offering import Offers, Part
+from observability import conventions as names
+from observability.tracing import Tracing
+from shared.bus import Bus, BusUnavailable, PayloadTooLarge
 from shared.flight_record import AnswerTrace
 from shared.messages import (
     Answered,
@@ -27,12 +33,10 @@ from shared.messages import (
     BadMessage,
     Cancel,
     GatewayBeat,
-    Outcome,
     RequestEvent,
     RollCall,
     SchedulerBeat,
     Submit,
-    SubmitReply,
     TokenBatch,
     decode,
     encode,
@@ -44,20 +48,8 @@ log = logging.getLogger("headrace.gateway")
 
 BEAT_INTERVAL_S = 1.0
 LATE_S = 0.5  # a tick that comes so much later tells that this process stood still, e.g. stopped or starved
-REPLY_TIMEOUT_S = 1.0
-RETRY_PAUSE_S = 0.1
 MESSAGE_MARGIN_BYTES = 4096  # of what carries a Submit's parts on: a plan with its pages, ids
 LIVE_ENTRY_BYTES = 48  # of one (request, attempt) in a beat, rounded up
-
-
-@dataclass(slots=True, eq=False)
-class Part:
-    """One prompt of a flight: the owner that the ledger hands back."""
-
-    flight: Flight
-    choices: list[Choice]
-    prompt: PromptReport | None = None  # where the client wants to know something about it
-    cached: int = -1  # its tokens that the prefix cache held, once that is known
 
 
 class Dispatch:
@@ -70,6 +62,7 @@ class Dispatch:
         gateway_id: str,
         metrics: GatewayMetrics,
         losses: Callable[[], int] = lambda: 0,
+        tracing: Tracing | None = None,
     ) -> None:
         """``losses`` counts the occasions on which the bus may have lost messages (reconnects, slow consumer)."""
         self.gateway_id = gateway_id
@@ -82,11 +75,12 @@ class Dispatch:
         self._losses = losses
         self._losses_seen = losses()
         self._outbox = Outbox(bus)
+        self._tracing = tracing
+        self._clock = AwakeClock(BEAT_INTERVAL_S + LATE_S)
+        self._offers = Offers(config, bus, self.mesh, metrics, self._clock)
         self._beat_now = asyncio.Event()
-        self._mesh_changed = asyncio.Event()
-        self._ticked_s = float("inf")  # when the last tick came, monotonic seconds; none yet
-        self._judge_s = 0.0  # silence is not judged before
-        self._excused = False  # the last late tick did not judge, and none has since
+        self._heard_s = 0.0  # when the leading scheduler was heard last, by the clock
+        self._interruptions: Counter[str] = Counter()  # by their reason, since the last tick
         self._served: tuple[str, ...] = ()  # by the workers, as last told
 
     async def start(self) -> None:
@@ -115,64 +109,80 @@ class Dispatch:
             )
 
     def open(self, submit: Submit, part: Part) -> RequestRecord[Part]:
-        self._end_what_losses_reached()  # and not what begins after them
+        self.look_for_losses()  # they did not reach what begins after them
         return self.ledger.open(submit, part)
 
     async def offer(self, record: RequestRecord[Part]) -> None:
-        """Submit a request and return once a scheduler has accepted it; an ``ApiError`` says why it will not run.
+        """Submit a request and return once a scheduler has accepted it; an ``ApiError`` says why it will not run."""
+        await self._offers.first(record)
 
-        Lost messages, a change of leader and a bus that is away are retried, idempotently, for a bounded time.
-        """
-        submit = record.submit
-        payload = encode(submit)
-        deadline_s = time.monotonic() + self._config.submit_timeout_s
-        trouble = "no scheduler has been heard of lately"
-        tries = 0
-        while not record.owner.flight.over:
-            self._mesh_changed.clear()
-            epoch = self.mesh.epoch
-            if epoch and self.mesh.has_scheduler(time.monotonic()):
-                tries += 1
-                if tries > 1:
-                    self._metrics.resubmits.inc()
-                try:
-                    reply = await self._request(self._subjects.submit(submit.model, epoch), payload)
-                except PayloadTooLarge as error:
-                    raise invalid(str(error)) from None
-                except NoResponder:
-                    trouble = "no scheduler answers"
-                except (BusUnavailable, BadMessage) as error:
-                    trouble = f"the scheduler cannot be reached: {error}"
-                else:
-                    if reply.outcome in (Outcome.ACCEPTED, Outcome.DUPLICATE):
-                        record.epoch = max(reply.epoch, epoch)
-                        return
-                    if reply.outcome != Outcome.STALE_EPOCH:
-                        record.settle()
-                        raise refusal(reply)
-                    trouble = reply.reason or "the scheduler has changed"
-            if time.monotonic() >= deadline_s:
-                raise unavailable(trouble, Outcome.NO_WORKER.value)
-            try:
-                async with asyncio.timeout(RETRY_PAUSE_S):
-                    await self._mesh_changed.wait()
-            except TimeoutError:
-                pass
+    async def next_beat(self, within_s: float) -> None:
+        """Return at a scheduler's next beat, or after so long."""
+        await self._offers.next_beat(within_s)
 
     def release(self, record: RequestRecord[Part]) -> None:
         """Nobody wants more of this request: forget it, and cancel what may still run. Idempotent."""
+        if record.owner.resume is not None:
+            record.owner.resume.cancel()
         if record.running:
             record.settle()
-            self._cancel(Cancel(record.submit.request_id, record.attempt))
+            for attempt in record.attempts_to_cancel():
+                self._cancel(Cancel(record.submit.request_id, attempt))
         self.ledger.close(record.submit.request_id)
 
-    async def _request(self, subject: str, payload: bytes) -> SubmitReply:
-        began_s = time.monotonic()
-        message = decode(await self._bus.request(subject, payload, REPLY_TIMEOUT_S))
-        self._metrics.submit_seconds.observe(time.monotonic() - began_s)
-        if not isinstance(message, SubmitReply):
-            raise BadMessage(f"{type(message).__name__} instead of a reply")
-        return message
+    # --- interruptions --------------------------------------------------------------------------------------------
+
+    def _lose(self, record: RequestRecord[Part], cause: str, reason: str, now_s: float) -> None:
+        """Have a request resumed, unless it has been interrupted for too long. ``now_s``: by the clock."""
+        flight = record.owner.flight
+        if flight.over:
+            return
+        if self._overdue(record, now_s):
+            self._give_up(record, reason)
+            return
+        self._metrics.resumes.labels(cause).inc()
+        self._interruptions[reason] += 1
+        record.suspend(cause, reason, now_s)
+        self._offers.resume(record)
+
+    def _overdue(self, record: RequestRecord[Part], now_s: float) -> bool:
+        return record.interrupted_s is not None and now_s - record.interrupted_s > self._config.resume_timeout_s
+
+    def _give_up(self, record: RequestRecord[Part], reason: str) -> None:
+        within = f"{self._config.resume_timeout_s:g} s"
+        error = interrupted(f"the request was interrupted and could not be resumed within {within}: {reason}")
+        self._offers.give_up(record.owner.flight, error)
+
+    def _goes_on(self, record: RequestRecord[Part], now_s: float) -> None:
+        """A request that had been interrupted has new tokens."""
+        paused_s = record.go_on(self._clock.read(now_s))
+        if paused_s is None:
+            return
+        self._metrics.interruption_seconds.observe(paused_s)
+        if self._tracing is not None:
+            now_ns = time.time_ns()
+            self._tracing.record(
+                names.RESUME, now_ns - int(paused_s * 1e9), now_ns, record.submit.traceparent,
+                {
+                    names.REQUEST_ID: record.submit.request_id,
+                    names.CAUSE: record.cause,
+                    names.ATTEMPT: record.attempt,
+                },
+            )  # fmt: skip
+
+    def look_for_losses(self) -> None:
+        """A reconnect, or a message that was dropped here, may have lost something of whatever was open then."""
+        losses = self._losses()
+        if losses != self._losses_seen:
+            self._losses_seen = losses
+            self._lose_all("reconnect", "the connection to the mesh was interrupted", self.ledger.epoch + 1)
+
+    def _lose_all(self, cause: str, reason: str, below_epoch: int) -> None:
+        """Have everything resumed that a scheduler of a lower epoch has accepted."""
+        now_s = self._clock.read(time.monotonic())
+        for record in self.ledger:
+            if 0 < record.epoch < below_epoch and record.open:
+                self._lose(record, cause, reason, now_s)
 
     # --- tokens in ------------------------------------------------------------------------------------------------
 
@@ -187,6 +197,9 @@ class Dispatch:
 
     def _deliver(self, record: RequestRecord[Part], update: Update, now_s: float) -> None:
         flight = record.owner.flight
+        if isinstance(update, Lost):
+            self._lose(record, update.cause, update.reason, self._clock.read(now_s))
+            return
         if isinstance(update, Broken):
             flight.fail_interrupted(update.reason)
             return
@@ -194,6 +207,8 @@ class Dispatch:
             if record.owner.prompt is not None:
                 record.owner.prompt.logprobs += update.logprobs
             return
+        if record.interrupted_s is not None:
+            self._goes_on(record, now_s)
         if update.cached >= 0 and record.owner.cached < 0:  # told for each choice; the prompt is counted once
             record.owner.cached = update.cached
             flight.cached_tokens += update.cached
@@ -208,11 +223,13 @@ class Dispatch:
             raise BadMessage(f"{type(message).__name__} where events come")
         applied = self.ledger.apply_event(message)
         if applied is not None:
-            record, broken = applied
-            if message.kind == "dropped":  # by policy: it can no longer make its deadline
-                record.owner.flight.fail(late(broken.reason))
+            record, told = applied
+            if isinstance(told, Lost):
+                self._lose(record, told.cause, told.reason, self._clock.read(time.monotonic()))
+            elif message.kind == "dropped":  # by policy: it can no longer make its deadline
+                record.owner.flight.fail(late(told.reason))
             else:
-                record.owner.flight.fail_interrupted(broken.reason)
+                record.owner.flight.fail_interrupted(told.reason)
 
     # --- presence -------------------------------------------------------------------------------------------------
 
@@ -225,10 +242,10 @@ class Dispatch:
         if new_epoch:
             log.info("scheduler %s leads with epoch %d", message.scheduler, message.epoch)
             self.ledger.epoch = self.mesh.epoch
-            self._mesh_changed.set()
-            for record in self.ledger:
-                if 0 < record.epoch < message.epoch:
-                    record.owner.flight.fail_interrupted("the scheduler has changed")
+            self._lose_all("epoch", "the scheduler has changed", message.epoch)
+        if message.epoch == self.mesh.epoch:
+            self._heard_s = self._clock.read(now_s)
+            self._offers.beat_heard()
 
     def _tell_other_models(self, now_s: float) -> None:
         """Log, once for each change, that the workers serve other models than this gateway."""
@@ -245,35 +262,20 @@ class Dispatch:
             raise BadMessage(f"{type(message).__name__} where a roll is called")
         self._beat_now.set()
 
-    def fail_all(self, reason: str) -> None:
-        """End every flight that waits for tokens with an error."""
-        for record in self.ledger:
-            record.owner.flight.fail_interrupted(reason)
-
-    def _end_what_losses_reached(self) -> None:
-        """A reconnect may have lost messages of whatever was open then."""
-        losses = self._losses()
-        if losses != self._losses_seen:
-            self._losses_seen = losses
-            self.fail_all("the connection to the mesh was interrupted")
-
     def tick(self, now_s: float) -> None:
-        """Nothing waits for ever: flights end once the scheduler is silent for too long, or messages may be lost.
-
-        A lost last entry would never show as a gap, so each reconnect ends what is open. While this process stood still
-        it read nothing: the silence is judged an interval later, when the beats that waited in the socket are read. One
-        that is late each time judges every second time.
-        """
-        self._end_what_losses_reached()
-        late_tick = now_s - self._ticked_s > BEAT_INTERVAL_S + LATE_S
-        self._ticked_s = now_s
-        if late_tick and not self._excused:
-            self._excused, self._judge_s = True, now_s + BEAT_INTERVAL_S
-        if now_s < self._judge_s:
-            return
-        self._excused = False
-        if len(self.ledger) and self.mesh.silence_s(now_s) > self._config.stall_timeout_s:
-            self.fail_all(f"the scheduler has been silent for {self._config.stall_timeout_s:g} s")
+        """Nothing waits for ever: flights end once they, or the scheduler, do not go on for too long."""
+        self.look_for_losses()
+        if self._interruptions:
+            told = "; ".join(f"{reason} ({count})" for reason, count in self._interruptions.most_common(3))
+            log.warning("%d interrupted requests are resumed: %s", self._interruptions.total(), told)
+            self._interruptions.clear()
+        now_s = self._clock.read(now_s)
+        silent = now_s - self._heard_s > self._config.resume_timeout_s
+        for record in self.ledger:
+            if silent:
+                self._give_up(record, "the scheduler is silent")
+            elif not record.epoch and self._overdue(record, now_s):
+                self._give_up(record, record.trouble)
 
     def beat(self) -> GatewayBeat:
         live = self.ledger.live()

@@ -28,7 +28,7 @@ class Choice:
     waiting: bool = False  # in line to be handed out
     first_token_s: float = 0.0
     last_token_s: float = 0.0
-    log_prob: float = 0.0  # cumulative, once it has ended and where it was asked for
+    log_prob: float = 0.0  # of its tokens so far, where it was asked for
     prompt: PromptReport | None = None  # where the client wants to know something about its prompt
     steps: Steps | None = None  # of a stream that is written token by token
 
@@ -82,12 +82,12 @@ class Flight:
         self, choice: Choice, tokens: list[int], end: str, now_s: float, log_prob: float = 0.0,
         logprobs: Sequence[TokenLogprob] = (),
     ) -> None:  # fmt: skip
-        """New tokens of a choice that has not ended."""
+        """New tokens of a choice that has not ended; ``log_prob``: of these, together."""
         if choice.text.finish_reason is not None:
             return
         if tokens:
             self._book_latency(choice, len(tokens), now_s)
-        choice.log_prob = log_prob
+        choice.log_prob += log_prob
         before = choice.text.num_tokens
         text = (choice.text if choice.steps is None else choice.steps).feed(tokens, end, logprobs)
         self._metrics.generation_tokens.value += choice.text.num_tokens - before

@@ -8,6 +8,8 @@ from shared.retry import retry_after_s
 
 NO_WORKER = "no ready worker serves"
 MOST_NAMED = 8  # models that a message lists
+PATIENCE_S = 2.0  # for which a new request is held while the mesh is not ready, if it was lately
+LATELY_S = 10.0
 
 
 class MeshView:
@@ -18,6 +20,7 @@ class MeshView:
         self.epoch = 0
         self._beat: SchedulerBeat | None = None
         self._heard_s = float("-inf")  # when the leading scheduler's last beat came, monotonic seconds
+        self._ready_s: dict[str, float] = {}  # model -> the last time that it was heard to be ready
 
     def observe(self, beat: SchedulerBeat, now_s: float) -> bool:
         """Take in a beat; True if it tells of a new epoch."""
@@ -27,6 +30,9 @@ class MeshView:
         self.epoch = beat.epoch
         self._beat = beat
         self._heard_s = now_s
+        self._ready_s = {name: ready_s for name, ready_s in self._ready_s.items() if now_s - ready_s <= LATELY_S}
+        if not beat.draining:
+            self._ready_s |= dict.fromkeys(self.served(now_s), now_s)
         return new_epoch
 
     def silence_s(self, now_s: float) -> float:
@@ -74,6 +80,10 @@ class MeshView:
             others = self.served(now_s)
             return f"{reason}; workers serve: {_listed(others)}" if others else reason
         return None
+
+    def lately_ready(self, name: str, now_s: float) -> bool:
+        """Whether a scheduler or a worker that is missing has only just gone: mostly another one is about to come."""
+        return now_s - self._ready_s.get(name, float("-inf")) <= LATELY_S
 
     def served(self, now_s: float) -> tuple[str, ...]:
         """The models that have a ready worker, by name."""

@@ -29,6 +29,7 @@ TPOT_BUCKETS_S = (
 )  # fmt: skip
 ROUND_TRIP_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 LAG_BUCKETS_S = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+INTERRUPTION_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 10.0, 15.0, 20.0, 30.0, 60.0)
 GEN_AI_DURATION_BUCKETS_S = (
     0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92,
 )  # fmt: skip
@@ -93,6 +94,22 @@ class GatewayMetrics:
         self.resubmits = Counter(
             "headrace_gateway_resubmits", "Submits sent again: no reply came, or the scheduler had changed",
             registry=registry,
+        )  # fmt: skip
+        self.resumes = Counter(
+            "headrace_gateway_resumes",
+            "Requests offered again behind the tokens that are here: lost or moved by the scheduler's word, a gap in "
+            "the tokens, another scheduler's epoch, or a reconnect of this process",
+            ["cause"], registry=registry,
+        )  # fmt: skip
+        for cause in ("lost", "moved", "epoch", "gap", "reconnect"):
+            self.resumes.labels(cause)
+        self.resume_failures = Counter(
+            "headrace_gateway_resume_failures", "Requests that ended with an error since they could not be resumed",
+            registry=registry,
+        )  # fmt: skip
+        self.interruption_seconds = Histogram(
+            "headrace_gateway_interruption_seconds", "From a loss noticed to the request's next token",
+            unit="seconds", buckets=INTERRUPTION_BUCKETS_S, registry=registry,
         )  # fmt: skip
         self.loop_lag_seconds = Histogram(
             "headrace_gateway_loop_lag_seconds", "How late the event loop woke what was due, seen 4 times a second",

@@ -75,7 +75,7 @@ class Tokenize:
 
     async def answer(self, gateway: Gateway, body: dict[str, Any]) -> dict[str, Any]:
         request = parse_tokenize(body)
-        model = gateway.model_info(request.model)
+        model = await gateway.settled_model_info(request.model)
         tokenizer = gateway.tokenizer
         if isinstance(request.source, Chat):
             tokens = await tokenizer.chat(request.source, model.max_model_len, model.vocab_size)
@@ -94,7 +94,7 @@ class Detokenize:
 
     async def answer(self, gateway: Gateway, body: dict[str, Any]) -> dict[str, Any]:
         request = parse_detokenize(body)
-        vocab_size = gateway.model_info(request.model).vocab_size
+        vocab_size = (await gateway.settled_model_info(request.model)).vocab_size
         if max(request.tokens, default=0) >= vocab_size:
             raise invalid(f"'tokens' has the id {max(request.tokens)}; ids end at {vocab_size - 1}", "tokens")
         return {"prompt": await gateway.tokenizer.detokenize(request.tokens)}

@@ -10,6 +10,7 @@ server span, whichever service records them:
 | ``receive`` | gateway | head in - body in |
 | ``tokenize`` | gateway | text in - token ids out |
 | ``stream`` | gateway | first token in - last byte handed over; events while the client takes nothing |
+| ``resume`` | gateway | a loss noticed - the request's next token |
 | ``queue`` | scheduler | submitted - admitted; an event each time that what it waits for changes |
 | ``preempted`` | scheduler | left the batch - came back; why, for whom, and what it waited for |
 | ``prefill`` | worker | first row - first token; an event for each chunk |
@@ -25,6 +26,7 @@ from __future__ import annotations
 RECEIVE = "receive"
 TOKENIZE = "tokenize"
 STREAM = "stream"
+RESUME = "resume"
 QUEUE = "queue"
 PREEMPTED = "preempted"
 PREFILL = "prefill"
@@ -66,6 +68,7 @@ STEP_NUMBER = "headrace.step"
 LACK = "headrace.lack"  # what it waits for (scheduler.core.sequence.Lack)
 IN_THE_WAY = "headrace.in_the_way"  # the request that it waits behind
 CAUSE = "headrace.cause"  # of a preemption or a loss
+ATTEMPT = "headrace.attempt"  # the one that went on
 PREEMPTED_BY = "headrace.preempted_by"  # the request whose growth it was
 PREEMPTIONS = "headrace.preemptions"
 QUEUE_POSITION = "headrace.queue_position"

@@ -79,10 +79,14 @@ class Running:
     submit: Submit
     choice: int
     tokens: list[int] = dataclasses.field(default_factory=list)
+    first: bool = True  # it has sent nothing yet
 
 
 class FakeMesh:
-    """Scheduler and worker in one: runs every sequence by ``script``, one token a step, and listens to cancels."""
+    """Scheduler and worker in one: runs every sequence by ``script``, one token a step, and listens to cancels.
+
+    A request that is submitted again takes the place of its older attempts, and goes on behind its resumed tokens.
+    """
 
     def __init__(self, bus: InProcessBus) -> None:
         self.bus = bus
@@ -95,7 +99,8 @@ class FakeMesh:
         self.beating = True
         self.stepping = True
         self.step_s = 0.0
-        self.submits: list[Submit] = []
+        self.submits: list[Submit] = []  # those that were accepted
+        self.offers = 0  # submissions that came, refused ones too
         self.cancels: list[Cancel] = []
         self.gateway_beats: list[GatewayBeat] = []
         self.running: list[Running] = []
@@ -103,9 +108,21 @@ class FakeMesh:
         self.cached = -1  # prompt tokens that the prefix cache is said to have held
 
     async def start(self) -> None:
+        await self.listen()
+        await self.bus.subscribe(self.subjects.beats("gateway"), self._on_gateway_beat)
+
+    async def listen(self) -> None:
         await self.bus.subscribe(self.subjects.submit_all(self.epoch), self._on_submit)
         await self.bus.subscribe(self.subjects.cancel(self.epoch), self._on_cancel)
-        await self.bus.subscribe(self.subjects.beats("gateway"), self._on_gateway_beat)
+
+    async def succeed(self) -> None:
+        """Another scheduler leads: it knows nothing of what ran, and nobody listens to the one before."""
+        gone = (self.subjects.submit_all(self.epoch), self.subjects.cancel(self.epoch))
+        self.bus._subscriptions[:] = [entry for entry in self.bus._subscriptions if entry[0] not in gone]
+        self.running.clear()
+        self.epoch += 1
+        await self.listen()
+        await self.beat()
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as group:
@@ -141,19 +158,24 @@ class FakeMesh:
                 self.running.remove(sequence)
             wanted = submit.sampling.logprobs
             entries = by_gateway.setdefault(submit.gateway, [])
-            if offset == 0 and sequence.choice == 0:
+            if sequence.first and sequence.choice == 0:
                 entries += self._prompt_entries(submit)
             entries.append(
                 TokenEntry(
                     submit.request_id, submit.attempt, sequence.choice, offset, [token], end,
-                    len(sequence.tokens) if end else 0,
+                    len(sequence.tokens) if end else 0, self.score(token) if submit.sampling.want_score else 0.0,
                     logprobs=[told_of(token, offset, wanted)] if wanted >= 0 else [],
-                    cached=self.cached if offset == 0 else -1,
+                    cached=self.cached if sequence.first else -1,
                 )
             )  # fmt: skip
+            sequence.first = False
             self.sent_tokens += 1
         for gateway, entries in by_gateway.items():
             await self.send(gateway, entries)
+
+    @staticmethod
+    def score(token: int) -> float:
+        return -(token % 17) / 4
 
     def _prompt_entries(self, submit: Submit) -> list[TokenEntry]:
         """The prompt's log-probabilities in pieces that overlap."""
@@ -173,9 +195,13 @@ class FakeMesh:
         batch = TokenBatch(self.epoch if epoch is None else epoch, "worker", 1, 1, entries)
         await self.bus.publish(self.subjects.tokens(gateway), encode(batch))
 
-    async def event(self, submit: Submit, kind: str, reason: str) -> None:
-        self.running = [sequence for sequence in self.running if sequence.submit is not submit]
-        event = RequestEvent(self.epoch, kind, submit.request_id, submit.attempt, -1, reason)
+    async def event(self, submit: Submit, kind: str, reason: str, choice: int = -1) -> None:
+        self.running = [
+            sequence
+            for sequence in self.running
+            if sequence.submit is not submit or choice not in (-1, sequence.choice)
+        ]
+        event = RequestEvent(self.epoch, kind, submit.request_id, submit.attempt, choice, reason)
         await self.bus.publish(self.subjects.event(submit.gateway), encode(event))
 
     @staticmethod
@@ -190,11 +216,28 @@ class FakeMesh:
     def _on_submit(self, payload: bytes, reply: str) -> None:
         submit = decode(payload)
         assert isinstance(submit, Submit)
+        self.offers += 1
         answer = self.refuse(submit)
+        if answer is None and any(
+            (known.request_id, known.attempt) == (submit.request_id, submit.attempt) for known in self.submits
+        ):
+            answer = SubmitReply(Outcome.DUPLICATE, self.epoch)
         if answer is None:
             answer = SubmitReply(Outcome.ACCEPTED, self.epoch)
             self.submits.append(submit)
-            self.running += [Running(submit, choice) for choice in range(submit.n)]
+            if submit.attempt > 1:
+                self.running = [
+                    sequence for sequence in self.running if sequence.submit.request_id != submit.request_id
+                ]
+            resumed = [unpack_tokens(packed) for packed in submit.resumed] or [[] for _ in range(submit.n)]
+            cancelled = (submit.request_id, submit.attempt) in [
+                (cancel.request_id, cancel.attempt) for cancel in self.cancels if cancel.choice == -1
+            ]
+            self.running += [
+                Running(submit, choice, resumed[choice])
+                for choice in range(submit.n)
+                if choice not in submit.done_choices and not cancelled
+            ]
         # A reply goes straight back: publish() of an inbox never waits.
         with contextlib.suppress(StopIteration):
             self.bus.publish(reply, encode(answer)).send(None)
@@ -206,7 +249,8 @@ class FakeMesh:
         self.running = [
             sequence
             for sequence in self.running
-            if sequence.submit.request_id != cancel.request_id or cancel.choice not in (-1, sequence.choice)
+            if (sequence.submit.request_id, sequence.submit.attempt) != (cancel.request_id, cancel.attempt)
+            or cancel.choice not in (-1, sequence.choice)
         ]
 
     def _on_gateway_beat(self, payload: bytes, reply: str) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
+from msgspec import structs
 
-from gateway.ledger import Broken, Ledger, Progress, PromptPiece, RequestRecord, Update
+from gateway.ledger import Broken, Ledger, Lost, Progress, PromptPiece, RequestRecord, Update
 from shared.messages import RequestEvent, Sampling, Submit, TokenBatch, TokenEntry, TokenLogprob, pack_tokens
 
 EPOCH = 5
@@ -47,22 +49,31 @@ def test_what_is_here_already_is_dropped() -> None:
     assert ledger.dropped_entries == 1
 
 
-def test_a_gap_ends_the_choice() -> None:
+def test_a_gap_is_a_loss() -> None:
     ledger, record = ledger_with()
     apply(ledger, entry(0, [1]))
-    (update,) = apply(ledger, entry(2, [3]))
-    assert isinstance(update, Broken)
-    assert apply(ledger, entry(1, [2])) == []
+    assert apply(ledger, entry(2, [3])) == [Lost("gap", "tokens 1 to 1 were lost on the way")]
+    record.suspend("gap", "", 1.0)
+    assert apply(ledger, entry(1, [2])) == [], "of an older attempt"
     assert record.choices[0].tokens.tolist() == [1]
+    assert apply(ledger, entry(1, [2], attempt=1)) == [Progress(0, [2])]
 
 
 def test_a_terminal_entry_checks_the_count() -> None:
-    ledger, _ = ledger_with()
-    (update,) = apply(ledger, entry(0, [1], "stop", 2))
-    assert isinstance(update, Broken)
+    ledger, record = ledger_with()
+    assert apply(ledger, entry(0, [1], "stop", 2)) == [Lost("gap", "1 of 2 tokens arrived")]
+    assert record.choices[0].tokens.tolist() == [] and record.open
+    (update,) = apply(ledger, entry(0, [1, 2], "stop", 1))
+    assert isinstance(update, Broken), "nothing was lost: it makes no sense"
 
 
-@pytest.mark.parametrize("end", ["failed", "cancelled", "nonsense"])
+def test_what_somebody_else_has_cancelled_is_lost() -> None:
+    ledger, record = ledger_with()
+    (update,) = apply(ledger, entry(0, [1], "cancelled", 1))
+    assert isinstance(update, Lost) and record.open
+
+
+@pytest.mark.parametrize("end", ["failed", "nonsense"])
 def test_other_ends_are_errors(end: str) -> None:
     ledger, _ = ledger_with()
     (update,) = apply(ledger, entry(0, [1], end, 1))
@@ -86,10 +97,15 @@ def test_other_attempts_epochs_requests_and_choices_are_dropped() -> None:
 
 
 def test_live_lists_what_still_wants_tokens() -> None:
-    ledger, _ = ledger_with(n=2)
-    apply(ledger, entry(0, [1], "stop", 1))
+    ledger, record = ledger_with(n=2, attempt=3)
     assert ledger.live() == [("r", 0)]
-    apply(ledger, entry(0, [1], "stop", 1, choice=1))
+    apply(ledger, entry(0, [1], "stop", 1, attempt=3))
+    assert ledger.live() == [("r", 3)]
+    record.suspend("lost", "", 1.0)
+    assert ledger.live() == [("r", 0)], "it is being submitted"
+    record.accept(EPOCH)
+    assert ledger.live() == [("r", 4)]
+    apply(ledger, entry(0, [1], "stop", 1, choice=1, attempt=4))
     assert ledger.live() == []
     ledger.close("r")
     ledger.close("r")
@@ -105,53 +121,112 @@ def test_an_id_is_open_once() -> None:
 def test_events_end_what_they_name() -> None:
     ledger, record = ledger_with(n=2)
 
-    def event(choice: int, attempt: int = 0, epoch: int = EPOCH, request_id: str = "r") -> object:
-        return ledger.apply_event(RequestEvent(epoch, "lost", request_id, attempt, choice, "its worker died"))
+    def event(choice: int, attempt: int = 0, epoch: int = EPOCH, request_id: str = "r", kind: str = "failed") -> object:
+        return ledger.apply_event(RequestEvent(epoch, kind, request_id, attempt, choice, "its worker died"))
 
     assert event(0, attempt=1) is None
     assert event(0, epoch=EPOCH - 1) is None
     assert event(0, request_id="x") is None
     assert event(2) is None
     applied = event(1)
-    assert applied == (record, Broken(1, "the request was lost: its worker died"))
+    assert applied == (record, Broken(1, "the request was failed: its worker died"))
     assert [choice.closed for choice in record.choices] == [False, True]
-    assert event(-1) == (record, Broken(-1, "the request was lost: its worker died"))
+    assert event(1, kind="lost") is None, "nobody waits for it"
+    for kind in ("lost", "moved"):
+        assert event(0, kind=kind) == (record, Lost(kind, f"the request was {kind}: its worker died"))
+    assert record.open
+    assert event(-1) == (record, Broken(-1, "the request was failed: its worker died"))
     assert event(-1) is None
 
 
-def test_any_order_of_duplicates_delivers_each_token_once_or_breaks() -> None:
-    for seed in range(300):
-        rng = random.Random(seed)
-        ledger, _ = ledger_with()
-        tokens = list(range(10, 30))
-        sent = []
-        at = 0
-        while at < len(tokens):
-            size = rng.randint(1, 3)
-            last = at + size >= len(tokens)
-            sent.append(entry(at, tokens[at : at + size], "length" if last else "", len(tokens) if last else 0))
-            at += size
-        stream = [piece for piece in sent if rng.random() > 0.02 for _ in range(rng.choice((1, 1, 2)))]
-        for _ in range(rng.randint(0, 2)):
-            left, right = rng.randrange(len(stream)), rng.randrange(len(stream))
-            stream[left], stream[right] = stream[right], stream[left]
-        got: list[int] = []
-        broken = False
-        for update in apply(ledger, *stream):
-            if isinstance(update, Broken):
-                broken = True
-            else:
-                assert not broken, f"seed {seed}"
-                got += update.tokens
-        assert got == tokens[: len(got)], f"seed {seed}"
-        assert broken or got == tokens or ledger.live(), f"seed {seed}"
+def test_a_resume_goes_on_behind_what_is_here() -> None:
+    ledger, record = ledger_with(n=3, attempt=1)
+    first = record.submit
+    assert record.offer() is first
+    apply(ledger, entry(0, [5, 6], attempt=1), entry(0, [7], "stop", 1, choice=1, attempt=1))
+    record.suspend("lost", "its worker died", 10.0)
+    assert (record.attempt, record.epoch, record.interrupted_s, record.cause) == (2, 0, 10.0, "lost")
+    again = record.offer()
+    assert again == structs.replace(first, attempt=2, resumed=[pack_tokens([5, 6]), b"", b""], done_choices=[1]), (
+        "arrival, seed, deadline and the rest are as they were"
+    )
+    record.accept(EPOCH)
+    record.suspend("epoch", "", 12.0)
+    assert (record.attempt, record.interrupted_s, record.cause, record.losses) == (3, 10.0, "lost", 2)
+    apply(ledger, entry(2, [8], attempt=3), entry(0, [9], choice=2, attempt=2))
+    assert record.go_on(13.5) == 3.5 and record.go_on(14.0) is None
+    assert (record.interrupted_s, record.losses) == (None, 0)
+    assert [choice.tokens.tolist() for choice in record.choices] == [[5, 6, 8], [7], []]
+    assert record.epoch == EPOCH, "whoever sends tokens has accepted it, wherever the reply is"
+
+
+def test_the_last_token_of_all_is_computed_again() -> None:
+    """Only a worker says why a choice ended; one that has all its tokens and no end is not to be refused."""
+    ledger, record = ledger_with(attempt=1)
+    apply(ledger, entry(0, list(range(100)), attempt=1))
+    record.suspend("gap", "", 0.0)
+    assert record.offer().resumed == [pack_tokens(range(99))]
+    assert apply(ledger, entry(99, [99], "length", 100, attempt=2)) == [Progress(0, [], "length")]
+
+
+def test_a_beam_search_starts_over() -> None:
+    ledger, record = wanting(n=2, beam_width=2)
+    apply(ledger, entry(0, [1, 2], "length", 2))
+    record.suspend("lost", "", 0.0)
+    again = record.offer()
+    assert (again.attempt, again.resumed, again.done_choices) == (1, [], [])
+    found = [entry(0, [1, 2], "length", 2, attempt=1), entry(0, [3], "stop", 1, choice=1, attempt=1)]
+    assert apply(ledger, *found) == [Progress(1, [3], "stop")]
+
+
+def test_each_attempt_computes_the_prompts_log_probabilities() -> None:
+    ledger, record = wanting(prompt_logprobs=1)
+    apply(ledger, piece(1, -1, -2))
+    record.suspend("lost", "", 0.0)
+    salts = {record.submit.cache_salt, record.offer().cache_salt}
+    pieces = [
+        TokenEntry("r", 1, 0, 0, [], prompt_logprobs=told(-1, -2), prompt_offset=1),
+        TokenEntry("r", 1, 0, 0, [4], prompt_logprobs=told(-3), prompt_offset=3),
+    ]
+    assert apply(ledger, *pieces) == [PromptPiece(told(-3)), Progress(0, [4])]
+    record.suspend("lost", "", 0.0)
+    assert len(salts | {record.offer().cache_salt}) == 3
+    _, plain = wanting()
+    plain.suspend("lost", "", 0.0)
+    assert plain.offer().cache_salt == plain.submit.cache_salt
+
+
+def test_what_may_still_run_is_cancelled() -> None:
+    _, record = ledger_with(attempt=1)
+    assert list(record.attempts_to_cancel()) == [1]
+    record.suspend("gap", "", 0.0)
+    assert list(record.attempts_to_cancel()) == [1, 2], "nobody may have heard of the second"
+    record.suspend("gap", "", 0.0)
+    record.accept(EPOCH)
+    assert list(record.attempts_to_cancel()) == [3], "it has replaced the others"
+
+
+def test_scores_add_up_and_are_never_split() -> None:
+    ledger, record = wanting(want_score=True)
+
+    def scored(offset: int, tokens: list[int], log_prob: float, attempt: int = 0) -> TokenEntry:
+        return TokenEntry("r", attempt, 0, offset, tokens, log_prob=log_prob)
+
+    assert apply(ledger, scored(0, [1], -1.0), scored(0, [1], -1.0)) == [Progress(0, [1], log_prob=-1.0)]
+    assert apply(ledger, scored(1, [2, 3], -2.0)) == [Progress(0, [2, 3], log_prob=-2.0)]
+    (update,) = apply(ledger, scored(2, [3, 4], -3.0))
+    assert isinstance(update, Lost)
+    record.suspend("gap", "", 0.0)
+    assert apply(ledger, scored(3, [4], -1.5, attempt=1)) == [Progress(0, [4], log_prob=-1.5)]
+    (update,) = apply(ledger, scored(4, [5], float("nan"), attempt=1))
+    assert isinstance(update, Broken)
 
 
 def told(*log_probs: float) -> list[TokenLogprob]:
     return [TokenLogprob(log_prob, 1, [4], [log_prob]) for log_prob in log_probs]
 
 
-def wanting(n: int = 1, prompt_len: int = 4, **sampling: int) -> tuple[Ledger[str], RequestRecord[str]]:
+def wanting(n: int = 1, prompt_len: int = 4, **sampling: Any) -> tuple[Ledger[str], RequestRecord[str]]:
     ledger: Ledger[str] = Ledger()
     submit = Submit("r", 0, "gw", "m", pack_tokens(range(prompt_len)), Sampling(0, 100, **sampling), 0, n=n)
     return ledger, ledger.open(submit, "owner")
@@ -171,18 +246,26 @@ def test_log_probabilities_are_cut_with_their_tokens() -> None:
 @pytest.mark.parametrize(
     "logprobs",
     [
-        [], told(-1), told(-1, -2, -3), told(-1, float("nan")), told(-1, float("inf")),
+        told(-1, -2, -3), told(-1, float("nan")), told(-1, float("inf")),
         [*told(-1), TokenLogprob(-1.0, 1, [1, 2], [-1.0])], [*told(-1), TokenLogprob(-1.0, 1, [-1], [-1.0])],
         [*told(-1), TokenLogprob(-1.0, 1, [1], [float("nan")])],
     ],
 )  # fmt: skip
-def test_a_token_without_a_sound_log_probability_is_a_hole(logprobs: list[TokenLogprob]) -> None:
+def test_log_probabilities_that_make_no_sense_are_an_error(logprobs: list[TokenLogprob]) -> None:
     ledger, record = wanting(logprobs=1)
     (update,) = apply(ledger, TokenEntry("r", 0, 0, 0, [7, 8], logprobs=logprobs))
     assert isinstance(update, Broken)
     assert not record.open
     plain, _ = wanting()
     assert apply(plain, TokenEntry("r", 0, 0, 0, [7, 8], logprobs=logprobs)) == [Progress(0, [7, 8])]
+
+
+@pytest.mark.parametrize("logprobs", [[], [TokenLogprob(-1.0, 1, [4], [-1.0])]])
+def test_a_token_without_its_log_probability_is_a_loss(logprobs: list[TokenLogprob]) -> None:
+    ledger, record = wanting(logprobs=1)
+    (update,) = apply(ledger, TokenEntry("r", 0, 0, 0, [7, 8], logprobs=logprobs))
+    assert isinstance(update, Lost)
+    assert record.open and not record.choices[0].tokens
 
 
 def test_what_is_impossible_is_sound() -> None:
@@ -204,8 +287,12 @@ def test_the_prompts_log_probabilities_come_in_pieces() -> None:
     assert record.prompt_logprobs == 4
 
 
-def test_a_hole_in_the_prompts_log_probabilities_ends_all_choices() -> None:
-    for bad in (piece(2, -2), piece(1, float("nan")), piece(1, -1, -2, -3, -4)):
+def test_a_hole_in_the_prompts_log_probabilities_is_a_loss_and_nonsense_ends_all_choices() -> None:
+    ledger, record = wanting(n=2, prompt_logprobs=1)
+    (update,) = apply(ledger, piece(2, -2, tokens=(9,)))
+    assert isinstance(update, Lost)
+    assert record.open and not record.prompt_logprobs
+    for bad in (piece(1, float("nan")), piece(1, -1, -2, -3, -4)):
         ledger, record = wanting(n=2, prompt_logprobs=1)
         (update,) = apply(ledger, bad)
         assert isinstance(update, Broken)
@@ -216,7 +303,7 @@ def test_a_hole_in_the_prompts_log_probabilities_ends_all_choices() -> None:
 def test_no_token_passes_before_the_prompts_log_probabilities() -> None:
     ledger, _ = wanting(prompt_logprobs=1)
     (update,) = apply(ledger, entry(0, [1]))
-    assert isinstance(update, Broken)
+    assert isinstance(update, Lost)
     ledger, _ = wanting(n=2, prompt_logprobs=1)
     apply(ledger, piece(1, -1, -2, -3))
     assert apply(ledger, entry(0, [1], choice=1)) == [Progress(1, [1])]
