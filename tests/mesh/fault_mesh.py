@@ -29,7 +29,7 @@ from headrace.nats_server import NatsServer
 MODEL = "m"
 LOOK_EVERY_S = 0.01  # how soon a process that has ended is started again
 LEAST_LIFE_S = 0.5  # between two starts of one that cannot live
-KEPT_LOG_LINES = 60
+KEPT_LIVES, KEPT_LOG_LINES = 3, 60
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Service:
     def log(self) -> str:
         return "".join(
             f"--- {self.name}, life {number}\n" + "".join(life.output().splitlines(True)[-KEPT_LOG_LINES:])
-            for number, life in enumerate(self.lives, 1)
+            for number, life in list(enumerate(self.lives, 1))[-KEPT_LIVES:]
         )
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -71,6 +73,8 @@ class _Forwarder:
             self._passing.set()
         elif what == "cut":
             for writer in self._writers:
+                linger = struct.pack("ii", 1, 0)  # on, for no time: closing sends RST
+                writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
                 writer.transport.abort()
 
     def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
