@@ -12,6 +12,7 @@ from gateway.idempotency import Place, beyond_the_end
 from gateway.writers import Progress, StreamWriter
 
 _END = b"\n\n"  # of an event, and nowhere in one
+_COMMENT = b":\n"  # no event: nothing is dispatched
 
 
 class NumberedWriter:
@@ -32,6 +33,7 @@ class NumberedWriter:
         return b"".join(self._numbered(place, frame) for place, frame in enumerate(frames))
 
     def progress(self, progress: Progress) -> bytes:
+        """Where all of it was seen, a comment in its place, so that nobody takes the stream for dead."""
         frames: list[bytes] = []
         for choice, _ in progress:
             assert choice.steps is not None
@@ -40,7 +42,7 @@ class NumberedWriter:
                 frames += [self._numbered(choice.index, frame) for frame in written]
             if choice.finish_reason is not None and self._written[choice.index] < self._seen[choice.index]:
                 self._flight.error = beyond_the_end()  # even if nothing more is to come: there is no whole answer
-        return b"".join(frames)
+        return b"".join(frames) or (_COMMENT if frames else b"")
 
     def closing(self) -> bytes:
         return b"".join(self._numbered(-1, frame) for frame in _frames(self._writer.closing()))

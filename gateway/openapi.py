@@ -36,6 +36,8 @@ _ERRORS = {
 _ALWAYS = (400, 401, 405, 408, 431, 500)  # any request may end so, before a route sees it
 _BODY = (*_ALWAYS, 404, 413, 415, 429, 503)
 _SECONDS = "^(|0{0,4}[1-9][0-9]{0,4}([.][0-9]{1,9})?|0{1,9}[.][0-9]{0,7}[1-9])$"  # empty: as if it were absent
+_KEY = "^[!-~]{1,255}$"
+_EVENT_ID = "^([0-9a-f]{16}-[0-9]{1,11}-[0-9]{1,10}([.][0-9]{1,10}){1,128})?$"  # only those that were sent are taken
 _RETRY_LATER = {"Retry-After": {"schema": {"type": "integer", "minimum": 1}, "description": "seconds"}}
 _REQUEST_ID = {"X-Request-Id": {"schema": {"type": "string"}, "description": "the client's, or ours"}}
 
@@ -107,10 +109,19 @@ def _post(endpoint: str, summary: str, stream: str, answer: str) -> dict[str, An
         | _errors(statuses),
     }
     if stream:
-        seconds: Schema = {"type": "string", "pattern": _SECONDS}
-        header = {"name": "X-Request-Timeout", "in": "header", "required": False, "schema": seconds}
-        operation["parameters"] = [header | {"description": "seconds until the answer must be complete"}]
+        operation["parameters"] = [
+            _header("X-Request-Timeout", _SECONDS, "seconds until the answer must be complete"),
+            _header("Idempotency-Key", _KEY, "the same body with the same key has the same answer"),
+        ]
+    if stream == "text/event-stream":
+        told = "id of the last event that was seen of this answer's stream, which then goes on behind it"
+        operation["parameters"].append(_header("Last-Event-ID", _EVENT_ID, told))
     return operation
+
+
+def _header(name: str, pattern: str, description: str) -> dict[str, Any]:
+    schema: Schema = {"type": "string", "pattern": pattern}
+    return {"name": name, "in": "header", "required": False, "schema": schema, "description": description}
 
 
 def _get(path: str, summary: str, answer: str, statuses: tuple[int, ...]) -> dict[str, Any]:

@@ -290,3 +290,24 @@ def test_the_deadlines_header_is_described_as_it_is_read(gw: RunningGateway, htt
     told = http.get("/openapi.json").json()["paths"]["/generate"]["post"]["parameters"][0]["schema"]
     answer = http.post("/generate", json={"prompt": "x", "max_tokens": 1}, headers={"X-Request-Timeout": seconds})
     assert (answer.status_code != 400) == jsonschema_rs.is_valid(told, seconds)
+
+
+@pytest.mark.parametrize("key", ["", "a", "a b", "x" * 255, "x" * 256, "!~", "{}"])
+def test_the_idempotency_keys_are_described_as_they_are_read(gw: RunningGateway, http: httpx.Client, key: str) -> None:
+    told = http.get("/openapi.json").json()["paths"]["/generate"]["post"]["parameters"][1]
+    answer = http.post("/generate", json={"prompt": "x", "max_tokens": 1}, headers={told["name"]: key})
+    assert (answer.status_code != 400) == jsonschema_rs.is_valid(told["schema"], key)
+
+
+def test_event_ids_are_described_where_there_are_some(gw: RunningGateway, http: httpx.Client) -> None:
+    paths = http.get("/openapi.json").json()["paths"]
+    headers = {path: {told["name"] for told in paths[path]["post"].get("parameters", ())} for path in paths if
+               "post" in paths[path]}  # fmt: skip
+    assert {path for path in headers if "Last-Event-ID" in headers[path]} == {"/v1/completions", "/v1/chat/completions"}
+    told = next(told for told in paths["/v1/completions"]["post"]["parameters"] if told["name"] == "Last-Event-ID")
+    body = {"prompt": "x", "n": 128, "max_tokens": 1, "stream": True}
+    raw = http.post("/v1/completions", json=body, headers={"Idempotency-Key": "a"}).text
+    ids = re.findall("^id: (.*)$", raw, re.MULTILINE)
+    assert len(ids) > 128
+    assert all(jsonschema_rs.is_valid(told["schema"], event_id) for event_id in ["", *ids])
+    assert not jsonschema_rs.is_valid(told["schema"], "5")
