@@ -20,6 +20,8 @@ import httpx
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 CLIENT_TIMEOUT_S = 180.0  # between two bytes: catches hangs
 RETRY_S = 0.05
+GIVE_UP_S = 180.0  # a client that comes again and again
+BUSY = (429, 503)
 SCHEMA = {
     "type": "object",
     "properties": {"tags": {"type": "array", "items": {"enum": ["a", "bb", "ccc"]}, "minItems": 150, "maxItems": 170}},
@@ -212,10 +214,11 @@ class Client:
 
     def read(self, urls: Sequence[str], ask: Ask, answer: Answer) -> None:
         """Read to the end. ``urls``: the gateways, in the order they are tried, over and over."""
+        until_s = time.monotonic() + GIVE_UP_S
         for url in itertools.cycle(urls):
             answer.connections += 1
             broken = self._read_once(url, ask, answer)
-            if not broken or not ask.resumes or self._over.wait(RETRY_S):
+            if not broken or not ask.resumes or time.monotonic() > until_s or self._over.wait(RETRY_S):
                 answer.error = answer.error or broken
                 return
 
@@ -225,22 +228,27 @@ class Client:
         if answer.last_id:
             headers["Last-Event-ID"] = answer.last_id
         body = {name: value for name, value in ask.body.items() if value is not None} | {"model": self._model}
+        event_id = ""
         try:
             with self._http.stream("POST", url + ask.path, json=body, headers=headers) as reply:
                 if reply.status_code != 200 or not ask.streams:
                     reply.read()
                     if reply.status_code == 200:
                         answer.add_body(reply.json())
-                    else:
-                        answer.error = f"{reply.status_code}: {reply.text[:200]}"
+                        return ""
+                    said = f"{reply.status_code}: {reply.text[:200]}"
+                    if ask.resumes and reply.status_code in BUSY:
+                        return said
+                    answer.error = said
                     return ""
                 for line in reply.iter_lines():
                     if line.startswith("id: "):
-                        answer.last_id = line[4:]
+                        event_id = line[4:]
                     elif line == "data: [DONE]":
                         answer.whole = True
                     elif line.startswith("data: "):
                         answer.add_event(json.loads(line[6:]))
+                        answer.last_id = event_id  # only now is the event here
         except (httpx.TransportError, RuntimeError) as error:  # the latter: closed
             return f"{type(error).__name__}: {error}"
         return "" if answer.whole or answer.error else "the stream ended without an end"
