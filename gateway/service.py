@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import gc
 import logging
-import signal
 import socket
 from collections.abc import Callable, Iterator
 
@@ -35,13 +34,12 @@ from shared.lifecycle import ServiceFault, StartupError
 from shared.messages import Outcome
 from shared.ports import listen as bound_socket
 from shared.ports import listen_problem
-from shared.supervision import SERVES, STARTED, inherited_socket, tell
+from shared.supervision import RETIRE, SERVES, STARTED, inherited_socket, tell
 
 log = logging.getLogger("headrace.gateway")
 
 LAST_WORDS_S = 1  # how long uvicorn waits for connections once every answer has ended, before it cuts them
 POLL_S = 0.05
-RETIRE = signal.SIGUSR1
 
 
 class Server(uvicorn.Server):

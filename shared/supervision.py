@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 from collections.abc import Mapping
 
@@ -17,6 +18,9 @@ FIRST_FD = 3
 METRICS = "metrics"
 """Name (``LISTEN_FDNAMES``, systemd's ``FileDescriptorName=``) of the socket of the internal listener. The first of
 any other name is for clients."""
+
+RETIRE = signal.SIGUSR1
+"""Tells a gateway that another serves at its socket now: it ends once its connections have."""
 
 LISTEN_VARIABLES = ("LISTEN_FDS", "LISTEN_FDNAMES", "LISTEN_PID")
 NOTIFY_VARIABLE = "NOTIFY_SOCKET"

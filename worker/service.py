@@ -25,6 +25,7 @@ from shared.messages import (
 )
 from shared.outbox import Outbox
 from shared.subjects import Subjects
+from shared.supervision import SERVES, STARTED, tell
 from worker.batch import Batch
 from worker.config import WorkerConfig
 from worker.ledger import StepLedger
@@ -80,6 +81,7 @@ class WorkerService:
         self._runner = runner
         self._loop = StepLoop(runner, batch, self._ledger.current, self._deliver, self._answer_reset)
         self._loop.start()
+        tell(STARTED)
         self._beat()
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -132,6 +134,7 @@ class WorkerService:
             self._metrics.stale_plans.inc()
         if verdict.reset and isinstance(message, Reset):
             self._loop.reset(message)
+            tell(SERVES)  # a scheduler knows it
         if verdict.execute is not None:
             self._loop.put(verdict.execute)
         elif verdict.resend is not None:
