@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from scheduler.core.limits import Limits
 from scheduler.core.sequence import pages_for
-from shared.messages import BadMessage, Capacity, Outcome, Submit, unpack_tokens
+from shared.messages import BadMessage, Capacity, Outcome, Sampling, Submit, unpack_tokens
 
 
 def max_model_len(capacity: Capacity, limits: Limits) -> int:
@@ -14,6 +14,19 @@ def max_model_len(capacity: Capacity, limits: Limits) -> int:
     if limits.enable_chunked_prefill:
         return capacity.max_model_len
     return min(capacity.max_model_len, limits.max_num_batched_tokens)  # a prompt runs in one step or never
+
+
+def unfinished(resumed: list[int], sampling: Sampling, eos_token_ids: Sequence[int]) -> list[int]:
+    """The tokens of a resumed choice without the one that ends it, which is computed again, and its end with it.
+
+    A choice's last token and its end come in one entry, so that no gateway should have the one without the other.
+    """
+    stops = set(sampling.stop_token_ids)
+    if not sampling.ignore_eos:
+        stops.update(eos_token_ids)
+    most = sampling.max_tokens - 1
+    ends = (place for place in range(sampling.min_tokens, min(len(resumed), most)) if resumed[place] in stops)
+    return resumed[: next(ends, most)]
 
 
 def judge(

@@ -19,6 +19,7 @@ from scheduler.core.lengths import OutputLengths
 from scheduler.core.limits import Limits
 from scheduler.core.projection import Growing, Projection
 from scheduler.core.sequence import Lack, Sequence, pages_for
+from scheduler.core.suspects import Suspects
 from scheduler.core.waiting import WaitingQueue
 from scheduler.core.worker_state import Placement, WorkerState
 
@@ -44,7 +45,7 @@ Join = Callable[[WorkerState, Sequence, Placement, PlanDraft], None]
 class Admission:
     def __init__(
         self, limits: Limits, counters: Counters, lengths: OutputLengths, fairness: VirtualTokenCounters,
-        settle_service: Callable[[], None], unpin: Callable[[Sequence], None],
+        settle_service: Callable[[], None], unpin: Callable[[Sequence], None], suspects: Suspects,
     ) -> None:  # fmt: skip
         self._limits = limits
         self._counters = counters
@@ -52,6 +53,7 @@ class Admission:
         self._fairness = fairness
         self._settle_service = settle_service
         self._unpin = unpin
+        self._suspects = suspects
 
     def admit(
         self, worker: WorkerState, queue: WaitingQueue, draft: PlanDraft, defer: Defer, join: Join, now: int
@@ -76,6 +78,10 @@ class Admission:
                 break
             if looked > limits.backfill_window:
                 break
+            group = self._suspects.group_of(sequence) if self._suspects else 0
+            if group in self._suspects.on_trial:  # of what is tried here or elsewhere there was no room for it yet
+                sequence.waits_for(Lack.SUSPECT, "", now)
+                continue
             looked += 1
             if max(1, sequence.submit.sampling.beam_width) > pass_.free_slots:
                 worker.lack = (Lack.SLOTS, sequence.request_id)
@@ -114,6 +120,12 @@ class Admission:
             else:
                 pass_.passed()
                 self._counters.bypasses += 1
+            if group:  # it fits, but must have the worker for itself and its group: once this plan has run
+                worker.trial = group
+                self._suspects.on_trial.add(group)
+                worker.lack = (Lack.SUSPECT, sequence.request_id)
+                sequence.waits_for(Lack.SUSPECT, "", now)
+                break
             if sequence is queue.blocked:
                 self._unpin(sequence)
             chosen.append((sequence, placement))
@@ -124,6 +136,30 @@ class Admission:
         full = (pass_.head is not None or pass_.free_slots <= 0) and not awaiting
         worker.full_look = (worker.next_step, queue.changes, worker.pool.releases) if full else None
         return [sequence for sequence, _ in chosen]
+
+    def admit_tried(
+        self, worker: WorkerState, queue: WaitingQueue, draft: PlanDraft, members: int, join: Join, now: int
+    ) -> list[Sequence]:
+        """Of the group on trial, those that fit now; ``members`` of it run already."""
+        limits = self._limits
+        joined: list[Sequence] = []
+        for sequence in [one for one in queue.order(now) if self._suspects.group_of(one) == worker.trial]:
+            if not worker.can_hold(sequence):
+                continue
+            slots = limits.max_num_seqs - worker.occupied
+            full = draft.plan_is_full(len(sequence.tokens), limits.max_plan_start_bytes)
+            placement = worker.place(sequence, len(sequence.tokens))
+            growth = members + len(joined)
+            if full or max(1, sequence.submit.sampling.beam_width) > slots or (
+                placement.takes + growth > worker.pool.num_free
+            ):  # fmt: skip
+                break
+            if sequence is queue.blocked:
+                self._unpin(sequence)
+            self._enter(worker, sequence, placement, draft, join, now)
+            queue.remove(sequence)
+            joined.append(sequence)
+        return joined
 
     def _full_lately(self, worker: WorkerState, queue: WaitingQueue) -> bool:
         """True if the last pass left off for lack of blocks or slots, and another look would be in vain or too dear.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from scheduler.core.admissible import judge
+from scheduler.core.admissible import judge, unfinished
 from scheduler.core.admission import Admission
 from scheduler.core.beams import BeamSearch
 from scheduler.core.blocks import BlockPool
@@ -16,8 +16,8 @@ from scheduler.core.events import Applied, CoreEvent, Ended, Failed
 from scheduler.core.held_planner import HeldBatchPlanner
 from scheduler.core.lengths import rank_of
 from scheduler.core.limits import Limits
+from scheduler.core.losses import LosingState, speaks
 from scheduler.core.planner import ContinuousPlanner
-from scheduler.core.searching import SearchingState
 from scheduler.core.sequence import BeamGroup, Sequence, Status, pages_for
 from scheduler.core.state import ModelState, RequestState
 from scheduler.core.waiting import WaitingQueue
@@ -49,14 +49,16 @@ class BadResult(ValueError):
     """A result that does not fit its plan: the worker's batch cannot be trusted, and the driver declares it lost."""
 
 
-class SchedulerCore(SearchingState):
+class SchedulerCore(LosingState):
     """The entry points, and what they decide. ``policy`` names a batching policy (scheduler.policies.batching)."""
 
     def __init__(self, limits: Limits, policy: str = "continuous", epoch: int = 1) -> None:
         super().__init__(limits, policy, epoch)
-        admission = Admission(limits, self.counters, self.lengths, self.fairness, self._settle_service, self._unpin)
-        self._continuous = ContinuousPlanner(limits, self.counters, admission)
-        self._held = HeldBatchPlanner(limits, self.counters)
+        admission = Admission(
+            limits, self.counters, self.lengths, self.fairness, self._settle_service, self._unpin, self._suspects
+        )
+        self._continuous = ContinuousPlanner(limits, self.counters, admission, self._suspects)
+        self._held = HeldBatchPlanner(limits, self.counters, self._suspects)
 
     def worker_up(
         self, name: str, incarnation: int, capacity: Capacity, now: int, first_step: int = 1,
@@ -80,54 +82,6 @@ class SchedulerCore(SearchingState):
             self._models[capacity.model] = ModelState(WaitingQueue(self.fairness, self.limits.priority_aging_ns))
         return events
 
-    def worker_lost(self, name: str, reason: str, now: int, suspect: bool = True) -> list[CoreEvent]:
-        """The worker's batch is gone: its sequences are lost to their gateways. Waiting ones keep their places.
-
-        ``suspect``: what it ran when it went may have been the cause.
-        """
-        worker = self.workers.pop(name, None)
-        if worker is None:
-            return []
-        events: list[CoreEvent] = []
-        for sequence in list(worker.sequences()):
-            if sequence.status is Status.HELD:
-                sequence.become(Status.ENDED)
-            else:
-                for lost in (sequence, *sequence.children):
-                    self._end(lost, EndReason.FAILED.value, now)
-                    if _speaks(lost):
-                        self.counters.failed += 1
-                        events.append(Failed(lost, "lost", reason, now))
-                sequence.children = []
-        self._models[worker.capacity.model].worker_lost_ns = max(1, now)
-        return events
-
-    def worker_draining(self, name: str) -> None:
-        """Admit nothing more to the worker; what runs there goes on."""
-        if name in self.workers:
-            self.workers[name].draining = True
-
-    def hand_over(self, name: str, now: int) -> list[CoreEvent]:
-        """Tell gateways to resume elsewhere what runs on a draining worker, as far as another worker can hold it."""
-        worker = self.workers.get(name)
-        if worker is None or not worker.draining:
-            return []
-        others = [
-            other for other in self.workers.values()
-            if other.capacity.model == worker.capacity.model and not other.draining
-        ]  # fmt: skip
-        events: list[CoreEvent] = []
-        for sequence in list(worker.sequences()):
-            live = sequence.status not in (Status.ENDED, Status.HELD)
-            if not live or not any(other.can_hold(sequence) for other in others):
-                continue
-            for moved in (*sequence.children, sequence):  # children first: else one of them would be its heir
-                self._leave(moved)
-                self._end(moved, EndReason.CANCELLED.value, now)
-                if _speaks(moved):
-                    events.append(Failed(moved, "moved", "its worker is stopping", now))
-        return events
-
     def submit(self, submit: Submit, now: int) -> SubmitReply:
         """Queue every choice of a request, or none. Idempotent on (request_id, attempt).
 
@@ -137,16 +91,15 @@ class SchedulerCore(SearchingState):
         known = self._requests.get(submit.request_id)
         if known is not None and submit.attempt <= known.attempt:
             return SubmitReply(Outcome.DUPLICATE, self.epoch)
-        model = self._models.get(submit.model)
         capacities = None
-        if model is not None:
+        if submit.model in self._models:
             capacities = [
                 w.capacity for w in self.workers.values() if w.capacity.model == submit.model and not w.draining
             ]
         outcome, reason, tokens = judge(submit, capacities, self.num_waiting, self.limits, self.waiting_tokens)
         if outcome is Outcome.ACCEPTED and submit.sampling.beam_width and self.policy.holds_batch:
             outcome, reason = Outcome.INVALID, f"no beam search with the policy {self.policy.name}"
-        if outcome is Outcome.ACCEPTED and deadline:
+        if outcome is Outcome.ACCEPTED and deadline and submit.attempt == 1:  # later ones have been promised it
             needs = self._queued_ns(submit) + self._predicted_ns(submit.model, len(tokens), 0, submit)
             left_ms = (deadline - now - needs) // 1_000_000
             if left_ms < 0:
@@ -155,20 +108,21 @@ class SchedulerCore(SearchingState):
             return SubmitReply(outcome, self.epoch, reason, retry_after_ms=self._retry_after_ms(outcome, submit))
         if known is not None:
             self.cancel(submit.request_id, known.attempt, -1, now)
+        assert capacities is not None
         queue = self._models[submit.model].queue
         sequences: list[Sequence] = []
         for choice in range(1 if submit.sampling.beam_width else submit.n):
             if choice in submit.done_choices:
                 continue
             resumed = unpack_tokens(submit.resumed[choice]) if choice < len(submit.resumed) else []
+            resumed = unfinished(resumed, submit.sampling, capacities[0].eos_token_ids)
             seniority = (submit.priority, submit.arrival_ns, submit.request_id, choice)
             sequence = Sequence(submit, choice, tokens + resumed, len(tokens), seniority, now, deadline=deadline)
             sequence.rank = rank_of(self._created + len(sequences))
-            sequence.charged = len(resumed)  # by whoever ran it before
+            sequence.began = sequence.charged = len(resumed)  # charged by whoever ran it before
             sequences.append(sequence)
         request = self._requests[submit.request_id] = RequestState(submit.attempt, sequences, len(sequences))
         if submit.sampling.beam_width:
-            assert capacities is not None
             eos = capacities[0].eos_token_ids
             sequences[0].group = BeamGroup(BeamSearch(submit.sampling, eos), list(sequences))
             request.searches = True
@@ -205,7 +159,7 @@ class SchedulerCore(SearchingState):
             if choice in (-1, sequence.choice) and sequence.status not in (Status.ENDED, Status.HELD):
                 self._leave(sequence)
                 self._end(sequence, EndReason.CANCELLED.value, now)
-                if _speaks(sequence):
+                if speaks(sequence):
                     self.counters.cancelled += 1
                     events.append(Ended(sequence, EndReason.CANCELLED.value, now))
         return events
@@ -229,17 +183,27 @@ class SchedulerCore(SearchingState):
         events: list[CoreEvent] = []
         if len(worker.in_flight) >= self.limits.run_ahead or (worker.in_flight and worker.has_searches):
             return None, events  # beams go on from settled results: ahead of them a plan would have half of a batch
+        if worker.trial and not self._has_members(worker):
+            self._end_trial(worker)
+        if any(plan.trial != worker.trial for plan in worker.in_flight):
+            return None, events  # suspects run with nobody beside them, nor before or after them
         queue = self._models[worker.capacity.model].queue
         admit = len(queue) > 0 and self.policy.admits(self._view(worker, queue, now))
         if not (worker.has_work or admit):
             return None, events
-        if self.policy.holds_batch:
-            draft = self._held.draft(worker, queue, admit, now)
-        else:
-            draft = self._continuous.draft(worker, queue, admit, self._defer, now, events)
-        if draft.empty:
-            return None, events
-        return draft.finish(self.epoch, now), events
+        for _ in range(3):  # ordinary; a trial that begins, and nothing else runs that it must wait for; ordinary again
+            trial = worker.trial
+            if self.policy.holds_batch:
+                draft = self._held.draft(worker, queue, admit, now)
+            else:
+                draft = self._continuous.draft(worker, queue, admit, self._defer, now, events)
+            if not draft.empty:
+                return draft.finish(self.epoch, now), events
+            if worker.in_flight or not worker.trial:
+                break
+            if trial:
+                self._end_trial(worker)  # there is no room for any of them
+        return None, events
 
     def apply(self, result: StepResult, now: int) -> list[CoreEvent]:
         """Take a step's result in. A repeated one changes nothing; raises ResultGap or BadResult."""
@@ -265,6 +229,8 @@ class SchedulerCore(SearchingState):
         events: list[CoreEvent] = []
         new_tokens = self._take_tokens(worker, plan, result, now, events)
         self.counters.new_tokens += new_tokens
+        if plan.trial:
+            self._clear_suspects(worker)
         worker.backlog = bool(worker.running or worker.preempted or self._models[worker.capacity.model].queue)
         events.append(Applied(worker.name, plan.step, new_tokens, plan.prefill_tokens, plan.padding_tokens, now))
         return events
@@ -276,6 +242,8 @@ class SchedulerCore(SearchingState):
             del self._tombstones[key]
         for request_id in [r for r, req in self._requests.items() if req.live == 0 and req.ended_ns < horizon]:
             del self._requests[request_id]
+        if self._suspects:
+            self._suspects.expire(horizon, {request_id for request_id, req in self._requests.items() if req.live})
         events = self._drop_late(now)
         for name, model in self._models.items():
             model.rate.observe(model.queue.left, len(model.queue) > 0, now)
@@ -313,6 +281,7 @@ class SchedulerCore(SearchingState):
             other is not worker
             and other.capacity.model == worker.capacity.model
             and not other.draining
+            and not other.trial
             and not other.preempted
             and len(other.running) < len(worker.running)
             and other.can_hold(head)
@@ -365,7 +334,7 @@ class SchedulerCore(SearchingState):
         """End what can't make its deadline any more, at once instead of late."""
         events: list[CoreEvent] = []
         for sequence in list(self._deadlines.values()):
-            if sequence.status in (Status.HELD, Status.ENDED) or not _speaks(sequence):
+            if sequence.status in (Status.HELD, Status.ENDED) or not speaks(sequence):
                 continue
             beams = sequence.group.members if sequence.group is not None else [sequence]
             submit = sequence.submit
@@ -418,11 +387,6 @@ class SchedulerCore(SearchingState):
             sequences = sequences[:1]
         for sequence in sequences:
             queue.push(sequence)
-
-
-def _speaks(sequence: Sequence) -> bool:
-    """True if what becomes of the sequence is told: the beams of a search are told of once."""
-    return sequence.group is None or sequence is sequence.group.members[0]
 
 
 def _settled(beam: Sequence) -> bool:

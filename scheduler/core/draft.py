@@ -15,6 +15,7 @@ class PlanDraft:
     def __init__(self, worker: WorkerState, counters: Counters) -> None:
         self._worker = worker
         self._counters = counters
+        self.trial = worker.trial
         self._drops = worker.drops
         worker.drops = []
         self._starts: list[SlotStart] = []
@@ -193,6 +194,7 @@ class PlanDraft:
                 padding_tokens=padding,
                 work=work,
                 swapped=len(self._swap_outs) + len(self._swap_ins),
+                trial=self.trial,
             )
         )
         worker.next_step += 1

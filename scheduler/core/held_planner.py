@@ -10,15 +10,17 @@ from __future__ import annotations
 from scheduler.core.draft import PlanDraft
 from scheduler.core.events import Counters
 from scheduler.core.limits import Limits
-from scheduler.core.sequence import Status, pages_for
+from scheduler.core.sequence import Lack, Sequence, Status, pages_for
+from scheduler.core.suspects import Suspects
 from scheduler.core.waiting import WaitingQueue
 from scheduler.core.worker_state import WorkerState
 
 
 class HeldBatchPlanner:
-    def __init__(self, limits: Limits, counters: Counters) -> None:
+    def __init__(self, limits: Limits, counters: Counters, suspects: Suspects) -> None:
         self._limits = limits
         self._counters = counters
+        self._suspects = suspects
 
     def draft(self, worker: WorkerState, queue: WaitingQueue, admit: bool, now: int) -> PlanDraft:
         draft = PlanDraft(worker, self._counters)
@@ -31,18 +33,28 @@ class HeldBatchPlanner:
         return draft
 
     def _form(self, worker: WorkerState, queue: WaitingQueue, draft: PlanDraft, now: int) -> None:
+        if self._suspects and worker.in_flight:
+            return  # a batch of suspects must be the only one in flight
+        self._suspects.on_trial.discard(worker.trial)
+        worker.trial = draft.trial = 0  # whoever of the last batch's group is left waits for another turn
         longest = 0
         for head in list(queue.order(now)):
             if len(worker.running) >= self._limits.max_num_seqs:
                 break
             if not worker.can_hold(head):
                 continue  # it waits for a larger worker
+            if self._suspects and not self._may_join(worker, head):
+                head.waits_for(Lack.SUSPECT, "", now)
+                continue
             pages = worker.pool.allocate(pages_for(head.worst_case_tokens, worker.capacity.block_size))
             if pages is None:
                 break
             if draft.start_bytes and draft.start_bytes + 4 * len(head.tokens) > self._limits.max_plan_start_bytes:
                 worker.pool.release(pages)
                 break
+            if group := self._suspects.group_of(head):
+                worker.trial = draft.trial = group
+                self._suspects.on_trial.add(group)
             queue.remove(head)
             head.pages = pages
             head.become(Status.RUNNING)
@@ -54,6 +66,11 @@ class HeldBatchPlanner:
             draft.start(head)
             longest = max(longest, len(head.tokens))
         worker.static_columns = (0, longest) if longest else None
+
+    def _may_join(self, worker: WorkerState, sequence: Sequence) -> bool:
+        """A batch is of one group of suspects, or has none."""
+        group = self._suspects.group_of(sequence)
+        return group == worker.trial if worker.running else group not in self._suspects.on_trial
 
     def _prefill(self, worker: WorkerState, draft: PlanDraft) -> None:
         """One slice of the padded prompt matrix: ``width`` columns of every row, real tokens or padding."""

@@ -14,6 +14,7 @@ from scheduler.core.events import CoreEvent, Counters, Preempted
 from scheduler.core.limits import Limits
 from scheduler.core.sequence import Lack, Sequence, Status, pages_for
 from scheduler.core.step_time import attention_pairs
+from scheduler.core.suspects import Suspects
 from scheduler.core.waiting import WaitingQueue
 from scheduler.core.worker_state import Placement, WorkerState
 from scheduler.policies.prefill import finish_short, share_prefill, share_whole_prompts
@@ -24,8 +25,9 @@ FINISHING_STRETCH = 2
 
 
 class ContinuousPlanner:
-    def __init__(self, limits: Limits, counters: Counters, admission: Admission) -> None:
+    def __init__(self, limits: Limits, counters: Counters, admission: Admission, suspects: Suspects) -> None:
         self._limits = limits
+        self._suspects = suspects
         self._counters = counters
         self._admission = admission
 
@@ -37,6 +39,8 @@ class ContinuousPlanner:
         decodes: list[Sequence] = []
         prefills: list[Sequence] = []
         for sequence in worker.running:
+            if worker.trial and self._sits_out(worker, sequence):
+                continue
             remaining = sequence.remaining
             if remaining == 1:
                 decodes.append(sequence)
@@ -49,14 +53,18 @@ class ContinuousPlanner:
                 del decodes[max(0, limits.max_num_batched_tokens - need) :]
         preempted = self._grow(worker, decodes, prefills, draft, now, events)
         if not preempted:
-            joined = self._resume(worker, draft, now)
-            if worker.preempted:
-                worker.lack = (Lack.PREEMPTED, worker.preempted[0].request_id)
+            trial = worker.trial
+            joined = self._resume(worker, draft, now, events)
+            if kept_out := next((one for one in worker.preempted if not self._sits_out(worker, one)), None):
+                worker.lack = (Lack.PREEMPTED, kept_out.request_id)
+            elif trial and not worker.draining:
+                running = sum(not self._sits_out(worker, one) for one in worker.running)
+                joined += self._admission.admit_tried(worker, queue, draft, running, self._join, now)
             elif admit and not worker.draining:
                 joined += self._admission.admit(worker, queue, draft, defer, self._join, now)
             if not (decodes or prefills or joined or worker.in_flight):
-                if worker.preempted:
-                    joined = self._unstall(worker, draft, now, events)
+                if kept_out is not None:
+                    joined = self._unstall(worker, kept_out, draft, now, events)
                 if not joined:
                     decodes = self._make_room(worker, draft, now, events)
             for sequence in joined:
@@ -139,10 +147,7 @@ class ContinuousPlanner:
                 break  # preempting would free nothing now; who lacks a block sits out this step
             preempted = True
             cause = needy[0].request_id
-            self._preempt(worker, victim, draft)
-            draft.drop(victim.slot)
-            victim.slot = -1
-            events.append(Preempted(victim, "no_free_block", cause, now))
+            self._evict(worker, victim, draft, "no_free_block", cause, now, events)
             for group in (needy, decodes, prefills):
                 if victim in group:
                     group.remove(victim)
@@ -166,7 +171,19 @@ class ContinuousPlanner:
             sequence.shares_tail = False
         return preempted
 
+    def _sits_out(self, worker: WorkerState, sequence: Sequence) -> bool:
+        """True if others have the worker for themselves: a group of suspects."""
+        return worker.trial != 0 and self._suspects.group_of(sequence) != worker.trial
+
+    def _idle(self, worker: WorkerState) -> Sequence | None:
+        """During a trial: the least senior of those that sit it out."""
+        if not worker.trial:
+            return None
+        return next((one for one in reversed(list(worker.running)) if self._sits_out(worker, one)), None)
+
     def _victim(self, worker: WorkerState) -> Sequence | None:
+        if (idle := self._idle(worker)) is not None:
+            return idle
         refs = worker.pool.refs
         index = choose_victim(
             Candidate(index, sequence.submit.priority, sequence.scheduled)
@@ -174,6 +191,15 @@ class ContinuousPlanner:
             if any(refs(page) == 1 for page in sequence.pages)  # only blocks that are freed now count
         )
         return None if index is None else worker.running[index]
+
+    def _evict(
+        self, worker: WorkerState, victim: Sequence, draft: PlanDraft, cause: str, by: str, now: int,
+        events: list[CoreEvent],
+    ) -> None:  # fmt: skip
+        self._preempt(worker, victim, draft)
+        draft.drop(victim.slot)
+        victim.slot = -1
+        events.append(Preempted(victim, cause, by, now))
 
     def _preempt(self, worker: WorkerState, victim: Sequence, draft: PlanDraft) -> None:
         """Release the victim's pages now: its plans in flight run before the drop that frees them at the worker."""
@@ -194,11 +220,14 @@ class ContinuousPlanner:
         victim.become(Status.SETTLING if victim.in_flight else Status.PREEMPTED)
         worker.add_preempted(victim)
 
-    def _resume(self, worker: WorkerState, draft: PlanDraft, now: int) -> list[Sequence]:
+    def _resume(
+        self, worker: WorkerState, draft: PlanDraft, now: int, events: list[CoreEvent]
+    ) -> list[Sequence]:  # fmt: skip
         """Preempted sequences, the most senior first, each once its recompute and some growth fit."""
         joined: list[Sequence] = []
-        while worker.preempted:
-            sequence = worker.preempted[0]
+        for sequence in list(worker.preempted):
+            if self._sits_out(worker, sequence):
+                continue
             if sequence.group is None and worker.occupied >= self._limits.max_num_seqs:
                 sequence.waits_for(Lack.SLOTS, "", now)
                 break  # (a beam's slot is kept for it)
@@ -210,10 +239,13 @@ class ContinuousPlanner:
             placement = self._return_placement(worker, sequence)
             if placement.takes + growth > worker.pool.num_free and worker.unpin():
                 placement = self._return_placement(worker, sequence)  # it comes before the blocked head's prefix
+            while placement.takes + growth > worker.pool.num_free and (idle := self._idle(worker)) is not None:
+                self._evict(worker, idle, draft, "no_free_block", sequence.request_id, now, events)
+                placement = self._return_placement(worker, sequence)
             if placement.takes + growth > worker.pool.num_free:
                 sequence.waits_for(Lack.BLOCKS, "", now)
                 break
-            worker.preempted.pop(0)
+            worker.preempted.remove(sequence)
             self._counters.resumed_hits += len(placement.hits) * worker.capacity.block_size
             self._join(worker, sequence, placement, draft)
             joined.append(sequence)
@@ -229,22 +261,20 @@ class ContinuousPlanner:
             return Placement([], blocks, blocks)
         return worker.place(sequence, tokens)
 
-    def _unstall(self, worker: WorkerState, draft: PlanDraft, now: int, events: list[CoreEvent]) -> list[Sequence]:
+    def _unstall(
+        self, worker: WorkerState, head: Sequence, draft: PlanDraft, now: int, events: list[CoreEvent]
+    ) -> list[Sequence]:
         """Everything that runs waits for something preempted: beams for their siblings. Nothing would ever move again.
 
-        The most senior preempted sequence comes back in place of the least senior that run. It fits: what is more
-        senior than it and runs is of its own search, whose beams all fit together (``can_hold``).
+        ``head``, the most senior preempted sequence, comes back in place of the least senior that run. It fits: what is
+        more senior than it and runs is of its own search, whose beams all fit together (``can_hold``).
         """
-        head = worker.preempted[0]
         placement = self._return_placement(worker, head)
         while placement.takes > worker.pool.num_free and worker.running:
             victim = worker.running[len(worker.running) - 1]
             if victim.seniority < head.seniority:
                 break
-            self._preempt(worker, victim, draft)
-            draft.drop(victim.slot)
-            victim.slot = -1
-            events.append(Preempted(victim, "stalled_search", head.request_id, now))
+            self._evict(worker, victim, draft, "stalled_search", head.request_id, now, events)
             placement = self._return_placement(worker, head)
         if placement.takes > worker.pool.num_free:
             return []
@@ -259,16 +289,13 @@ class ContinuousPlanner:
 
         The least senior leave, one after the other, until the most senior that lacks one has it. Alone it fits.
         """
-        needy = [sequence for sequence in worker.running if sequence.remaining == 1]
+        needy = [one for one in worker.running if one.remaining == 1 and not self._sits_out(worker, one)]
         if not needy:
             return []
         while not worker.pool.num_free and worker.running[len(worker.running) - 1] is not needy[0]:
             victim = worker.running[len(worker.running) - 1]
-            self._preempt(worker, victim, draft)
-            draft.drop(victim.slot)
-            victim.slot = -1
-            events.append(Preempted(victim, "no_free_block", needy[0].request_id, now))
-        decodes = [sequence for sequence in worker.running if sequence.remaining == 1]
+            self._evict(worker, victim, draft, "no_free_block", needy[0].request_id, now, events)
+        decodes = [one for one in worker.running if one.remaining == 1 and not self._sits_out(worker, one)]
         self._grow(worker, decodes, [], draft, now, events)
         return decodes
 

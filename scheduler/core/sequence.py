@@ -40,6 +40,7 @@ class Lack(StrEnum):
     PREFIX = "prefix"  # another sequence is computing most of its prompt
     LONG = "long contexts"  # long contexts hold their share
     WORKER = "worker"  # another worker is to take it
+    SUSPECT = "tried in turn after a crash"  # the requests that ran when a worker ended run in groups of their own
     MESSAGE = "message"  # the plan carries all the prompts that fit in one message
 
 
@@ -81,6 +82,7 @@ class Sequence:
     shares_tail: bool = False  # its last page may be shared with a fork: copy it before the next write
     blocked_since: int = 0  # when it first failed to fit as the head of the queue
     bypasses: int = 0  # sequences admitted past it since
+    began: int = 0  # generated tokens that it was submitted with
     charged: int = 0  # generated tokens that its tenant was charged for
     expected: int = 0  # generated tokens it is expected to end with, as last looked up
     expect_again: int = 0  # generated tokens at which that is looked up again

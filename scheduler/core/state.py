@@ -10,6 +10,7 @@ from scheduler.core.lengths import OutputLengths
 from scheduler.core.limits import Limits
 from scheduler.core.sequence import Sequence, Status
 from scheduler.core.service_rate import ServiceRate
+from scheduler.core.suspects import Suspects
 from scheduler.core.waiting import WaitingQueue
 from scheduler.core.worker_state import WorkerState
 from scheduler.policies.batching import BATCHING_POLICIES
@@ -55,6 +56,7 @@ class CoreState:
         self._ended_waiting = 0  # of those, ended without having been admitted
         self.lengths = OutputLengths(limits.length_quantile)
         self.fairness = VirtualTokenCounters()
+        self._suspects = Suspects()
 
     @property
     def num_waiting(self) -> int:
@@ -135,6 +137,8 @@ class CoreState:
                 assert sequence.scheduled <= len(sequence.pages) * worker.capacity.block_size
             for sequence in worker.preempted:
                 assert sequence.status in (Status.SETTLING, Status.PREEMPTED) and not sequence.pages
+        tried = [worker.trial for worker in self.workers.values() if worker.trial]
+        assert sorted(tried) == sorted(self._suspects.on_trial), "a group is tried by one worker at a time"
         waiting = 0
         for request in self._requests.values():
             waiting += sum(s.status is Status.WAITING for s in request.sequences)

@@ -41,6 +41,7 @@ class PlanInFlight:
     padding_tokens: int
     work: PlannedWork  # as the step-time predictor counts it
     swapped: int = 0  # blocks swapped out or in
+    trial: int = 0  # the group of suspects that it runs, and nobody else; 0: it is an ordinary one
 
 
 class RunningSet:
@@ -87,6 +88,7 @@ class WorkerState:
     searches: bool = False  # a beam search may be running
     swap_us_per_block: float = 0.0  # one way, as measured; 0 before any swap
     draining: bool = False
+    trial: int = 0  # the group of suspects (scheduler.core.suspects) that has the worker for itself; 0: none
     backlog: bool = False  # work was in hand when the last result came
     # Left-padded prefill of a static batch: (columns done, columns in all); None outside of one.
     static_columns: tuple[int, int] | None = None

@@ -93,6 +93,7 @@ class Box:
         )
         self.core = SchedulerCore(self.limits, policy)
         self.now = 0
+        self.trials = 0  # plans of suspects
         self.events: list[CoreEvent] = []
         self.plans: list[StepPlan] = []
         self.delivered: dict[tuple[str, int], list[int]] = {}
@@ -129,6 +130,7 @@ class Box:
             self.plans.append(plan)
             self.send(plan)
             self.check_plan(plan)
+            self.check_trial(worker)
         if settled and plan is None:
             self.check_nothing_could_run(worker)
         return plan
@@ -142,6 +144,16 @@ class Box:
         assert rows <= self.limits.max_num_batched_tokens
         assert len(plan.decodes) + len(plan.chunks) <= self.limits.max_num_seqs
 
+    def check_trial(self, worker: str) -> None:
+        """Suspects run with their group alone, and who is none runs beside none."""
+        plans = self.core.workers[worker].in_flight
+        assert len({plan.trial for plan in plans}) == 1, "a group of suspects is not alone in flight"
+        groups = {self.core._suspects.group_of(sequence) for sequence in plans[-1].ran}
+        if self.core.policy.holds_batch:
+            groups.discard(0)  # such a batch runs whole, with those of its group that are cleared
+        assert groups <= {plans[-1].trial}, f"{groups} run in a plan of {plans[-1].trial}"
+        self.trials += plans[-1].trial > 0
+
     def check_nothing_could_run(self, worker_name: str) -> None:
         """Invariant 3: with nothing in flight, no plan means that nothing is there that could run.
 
@@ -151,7 +163,12 @@ class Box:
         assert not len(worker.running), f"{len(worker.running)} sequences run and none has a row"
         assert not worker.preempted, f"{len(worker.preempted)} preempted sequences have an empty worker and stay out"
         if self.core.policy.name == "continuous" and not worker.draining:
-            waiting = [sequence.request_id for sequence in self.core._models["m"].queue if worker.can_hold(sequence)]
+            suspects = self.core._suspects
+            waiting = [
+                sequence.request_id
+                for sequence in self.core._models["m"].queue
+                if worker.can_hold(sequence) and suspects.group_of(sequence) not in suspects.on_trial
+            ]
             assert not waiting, f"{waiting} wait for an empty worker"
 
     def execute(self, worker: str = "w0") -> StepResult:

@@ -58,6 +58,7 @@ MUST_HAPPEN = (
     "results ahead of a missing one", "results repeated or of a lost batch", "results of another epoch",
     "results of another incarnation", "results of a lost worker", "plans for another incarnation",
     "schedulers restarted", "pages taken over", "answers that nobody waits for",
+    "plans of suspects",
 )  # fmt: skip
 """What the seeds must reach, each in some: else the weights have come to miss a feature."""
 
@@ -199,6 +200,7 @@ def hold(setup: dict[str, object], ops: list[object]) -> set[str]:
     box.assert_tokens_right()
     totals = (*asdict(box.core.counters).items(), *box.before.items(), *box.seen.items())
     happened = {name for name, total in totals if total}
+    happened |= {"plans of suspects"} if box.trials else set()
     return happened | {"found" for one in box.events if isinstance(one, Found)}
 
 

@@ -1,0 +1,123 @@
+"""What becomes of sequences when their worker goes: lost, moved to another one, or failed for having ended it twice."""
+
+from __future__ import annotations
+
+from scheduler.core.events import CoreEvent, Failed
+from scheduler.core.searching import SearchingState
+from scheduler.core.sequence import Sequence, Status
+from scheduler.core.worker_state import WorkerState
+from shared.messages import EndReason
+
+
+class LosingState(SearchingState):
+    """The state, with the ways in which workers leave it."""
+
+    def worker_lost(self, name: str, reason: str, now: int, suspect: bool = True) -> list[CoreEvent]:
+        """The worker's batch is gone: its sequences are lost to their gateways. Waiting ones keep their places.
+
+        ``suspect``: what it ran when it went may have been the cause.
+        """
+        worker = self.workers.pop(name, None)
+        if worker is None:
+            return []
+        self._end_trial(worker)
+        convicted = self._accuse(worker, now) if suspect else ""
+        events: list[CoreEvent] = []
+        for sequence in list(worker.sequences()):
+            if sequence.status is Status.HELD:
+                sequence.become(Status.ENDED)
+            else:
+                for lost in (sequence, *sequence.children):
+                    self._end(lost, EndReason.FAILED.value, now)
+                    if speaks(lost):
+                        self.counters.failed += 1
+                        guilty = lost.request_id == convicted
+                        events.append(
+                            Failed(lost, "failed" if guilty else "lost", _verdict(reason) if guilty else reason, now)
+                        )
+                sequence.children = []
+        if convicted:
+            events += self._fail_rest(convicted, _verdict(reason), now)
+        self._models[worker.capacity.model].worker_lost_ns = max(1, now)
+        return events
+
+    def worker_draining(self, name: str) -> None:
+        """Admit nothing more to the worker; what runs there goes on."""
+        if name in self.workers:
+            self.workers[name].draining = True
+
+    def hand_over(self, name: str, now: int) -> list[CoreEvent]:
+        """Tell gateways to resume elsewhere what runs on a draining worker, as far as another worker can hold it."""
+        worker = self.workers.get(name)
+        if worker is None or not worker.draining:
+            return []
+        others = [
+            other for other in self.workers.values()
+            if other.capacity.model == worker.capacity.model and not other.draining
+        ]  # fmt: skip
+        events: list[CoreEvent] = []
+        for sequence in list(worker.sequences()):
+            live = sequence.status not in (Status.ENDED, Status.HELD)
+            if not live or not any(other.can_hold(sequence) for other in others):
+                continue
+            for moved in (*sequence.children, sequence):  # children first: else one of them would be its heir
+                self._leave(moved)
+                self._end(moved, EndReason.CANCELLED.value, now)
+                if speaks(moved):
+                    events.append(Failed(moved, "moved", "its worker is stopping", now))
+        return events
+
+    # --- suspects (scheduler.core.suspects) -------------------------------------------------------------------------
+
+    def _accuse(self, worker: WorkerState, now: int) -> str:
+        """Suspect the requests with rows in the plans in flight; returns the one that this convicts, if any."""
+        ran = {
+            one.request_id: one
+            for plan in worker.in_flight
+            for one in plan.ran
+            if one.status not in (Status.ENDED, Status.HELD)
+        }
+        seniors = sorted(ran.values(), key=lambda one: one.seniority)
+        return self._suspects.accuse([(one.request_id, one.submit.attempt) for one in seniors], now) if ran else ""
+
+    def _fail_rest(self, request_id: str, reason: str, now: int) -> list[CoreEvent]:
+        """End the choices of a request that wait, or run on other workers."""
+        events: list[CoreEvent] = []
+        for sequence in list(self._requests[request_id].sequences):
+            if sequence.status not in (Status.ENDED, Status.HELD):
+                self._leave(sequence)
+                self._end(sequence, EndReason.FAILED.value, now)
+                if speaks(sequence):
+                    self.counters.failed += 1
+                    events.append(Failed(sequence, "failed", reason, now))
+        return events
+
+    def _end_trial(self, worker: WorkerState) -> None:
+        self._suspects.on_trial.discard(worker.trial)
+        worker.trial = 0
+
+    def _has_members(self, worker: WorkerState) -> bool:
+        """True if somebody of the group that the worker tries is there or waits."""
+        queue = self._models[worker.capacity.model].queue
+        group_of = self._suspects.group_of
+        return any(group_of(one) == worker.trial for some in (worker.running, worker.preempted, queue) for one in some)
+
+    def _clear_suspects(self, worker: WorkerState) -> None:
+        """Of the group that the worker tries: who got far enough, or ended, is suspect no more."""
+        for request_id, attempt in self._suspects.members(worker.trial):
+            request = self._requests.get(request_id)
+            if request is None or request.attempt <= attempt:
+                continue  # it has not come back yet
+            live = [one for one in request.sequences if one.status not in (Status.ENDED, Status.HELD)]
+            ended = all(one.end_reason != EndReason.FAILED.value for one in request.sequences)
+            if not any(map(self._suspects.group_of, live)) and (live or ended):
+                self._suspects.clear(request_id)
+
+
+def speaks(sequence: Sequence) -> bool:
+    """True if what becomes of the sequence is told: the beams of a search are told of once."""
+    return sequence.group is None or sequence is sequence.group.members[0]
+
+
+def _verdict(reason: str) -> str:
+    return f"the request has twice ended the worker that ran it alone ({reason})"
