@@ -202,7 +202,10 @@ async def serve(config: GatewayConfig, stop: asyncio.Event) -> None:
         except BusUnavailable as error:
             raise StartupError(str(error)) from None
         try:
-            dispatch = Dispatch(config, bus, gateway_id, metrics, lambda: bus.reconnects + bus.slow_consumer_drops)
+            dispatch = Dispatch(
+                config, bus, gateway_id, metrics, lambda: bus.reconnects + bus.slow_consumer_drops, tracing
+            )
+            bus.on_reconnect = dispatch.look_for_losses
             try:
                 gateway = Gateway(config, dispatch, tokenizer, tracing, metrics)
             except KeysError as error:  # the file has changed meanwhile

@@ -348,7 +348,7 @@ class RunningGateway:
         listener = listen("127.0.0.1", 0)
         self.port = listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        dispatch = Dispatch(self.config, self.bus, "gw", self.metrics, lambda: self.losses)
+        dispatch = Dispatch(self.config, self.bus, "gw", self.metrics, lambda: self.losses, self.tracing)
         self.gateway = Gateway(self.config, dispatch, self.tokenizer, self.tracing, self.metrics)
         await self.mesh.start()
         fake = asyncio.create_task(self.mesh.run())

@@ -14,7 +14,7 @@ import httpx
 import pytest
 from gateway_mesh import RunningGateway, running_gateway
 
-from shared.messages import Outcome, RollCall, SchedulerBeat, SubmitReply, TokenEntry, encode
+from shared.messages import Outcome, RollCall, SubmitReply, TokenEntry, encode, pack_tokens
 
 BODY = {"prompt": "x", "max_tokens": 500}
 
@@ -77,7 +77,7 @@ def test_a_client_that_leaves_while_its_submission_waits(gw: RunningGateway) -> 
     gw.until(lambda: [cancel.request_id for cancel in gw.mesh.cancels] == [offered[0]])
 
 
-@pytest.mark.parametrize("kind", ["lost", "failed", "dropped"])
+@pytest.mark.parametrize("kind", ["failed", "dropped"])
 def test_the_schedulers_word_ends_the_stream_with_an_error(gw: RunningGateway, kind: str) -> None:
     gw.mesh.step_s = 0.005
     with httpx.stream("POST", f"{gw.url}/v1/completions", json={**BODY, "stream": True}) as answer:
@@ -94,31 +94,33 @@ def test_a_whole_answer_that_cannot_be_had_is_a_503(gw: RunningGateway) -> None:
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         answer = pool.submit(httpx.post, f"{gw.url}/v1/completions", json=BODY)
         gw.until(lambda: len(gw.mesh.running) == 1)
-        gw.call(gw.mesh.event(gw.mesh.submits[0], "lost", "its worker died"))
+        gw.call(gw.mesh.event(gw.mesh.submits[0], "failed", "its worker died"))
         assert answer.result(10).status_code == 503
         assert "its worker died" in answer.result().json()["error"]["message"]
         assert "retry-after" in answer.result().headers
 
 
-def test_a_hole_in_the_tokens_is_an_error_and_never_text(gw: RunningGateway) -> None:
+def test_a_hole_in_the_tokens_is_never_text(gw: RunningGateway) -> None:
     gw.mesh.stepping = False
-    with httpx.stream("POST", f"{gw.url}/v1/completions", json={**BODY, "stream": True}) as answer:
+    with httpx.stream("POST", f"{gw.url}/v1/completions", json={**BODY, "max_tokens": 4, "stream": True}) as answer:
         lines = answer.iter_text()
-        submit = gw.mesh.submits[0]
 
-        def entry(offset: int, token: int) -> TokenEntry:
-            return TokenEntry(submit.request_id, submit.attempt, 0, offset, [token])
+        def entry(offset: int, token: int, attempt: int = 1, end: str = "") -> TokenEntry:
+            return TokenEntry(gw.mesh.submits[0].request_id, attempt, 0, offset, [token], end, 4 if end else 0)
 
-        gw.call(gw.mesh.send("gw", [entry(0, 50)]))
-        gw.call(gw.mesh.send("gw", [entry(0, 50)]))
-        gw.call(gw.mesh.send("gw", [entry(1, 51)], epoch=1))
-        gw.call(gw.mesh.send("gw", [entry(2, 52)]))
+        for batch, epoch in ((entry(0, 50), 7), (entry(0, 50), 7), (entry(1, 51), 1), (entry(2, 52), 7)):
+            gw.call(gw.mesh.send("gw", [batch], epoch=epoch))
+        gw.until(lambda: len(gw.mesh.submits) == 2)
+        again = gw.mesh.submits[1]
+        assert (again.attempt, again.resumed) == (2, [pack_tokens([50])])
+        gw.call(gw.mesh.send("gw", [entry(1, 53)]))  # of the attempt before
+        rest = [entry(1, 61, 2), entry(2, 62, 2), entry(3, 63, 2, "length")]
+        gw.call(gw.mesh.send("gw", rest))
         text = "".join(lines)
-    (message,) = stream_errors(text)
-    assert "1 to 1 were lost" in message
-    assert gw.decode([50]) in text
-    assert gw.decode([52]) not in text.split("error")[0]
-    gw.until(lambda: nothing_open(gw))  # the worker goes on until it is told that nobody wants this any more
+    assert text.endswith("data: [DONE]\n\n")
+    events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+    assert "".join(event["choices"][0]["text"] for event in events) == gw.decode([50, 61, 62, 63])
+    gw.mesh.running.clear()
 
 
 def test_a_batch_from_nowhere_is_dropped_and_counted(gw: RunningGateway) -> None:
@@ -132,7 +134,7 @@ def test_a_batch_from_nowhere_is_dropped_and_counted(gw: RunningGateway) -> None
 def test_beats_list_what_is_live_and_answer_a_roll_call(gw: RunningGateway) -> None:
     gw.mesh.stepping = False
     connection = raw_request(gw, BODY)
-    gw.until(lambda: len(gw.mesh.running) == 1)
+    gw.until(lambda: [record.epoch for record in gw.gateway.dispatch.ledger] == [7])
     gw.mesh.gateway_beats.clear()
     asked_at = time.monotonic()
     gw.call(gw.bus.publish(gw.mesh.subjects.roll_call, encode(RollCall("s"))))
@@ -165,7 +167,7 @@ def test_a_slow_reader_gets_its_exact_text_and_holds_nobody_up(gw: RunningGatewa
 
 
 def test_a_silent_scheduler_ends_open_requests_and_readiness(tokenizer_folder: Path) -> None:
-    with running_gateway(tokenizer_folder, scheduler_stale_s=0.5, stall_timeout_s=1.0, submit_timeout_s=0.5) as gw:
+    with running_gateway(tokenizer_folder, scheduler_stale_s=0.5, resume_timeout_s=1.0, submit_timeout_s=0.5) as gw:
         gw.mesh.step_s = 0.01
         with httpx.stream(
             "POST", f"{gw.url}/v1/completions", json={**BODY, "max_tokens": 2000, "stream": True}
@@ -181,26 +183,6 @@ def test_a_silent_scheduler_ends_open_requests_and_readiness(tokenizer_folder: P
         gw.mesh.beating = gw.mesh.stepping = True
         gw.until(lambda: httpx.get(f"{gw.url}/ready").status_code == 200)
         assert httpx.post(f"{gw.url}/generate", json={"prompt": "x"}).status_code == 200
-
-
-def test_a_new_epoch_ends_requests_of_the_old_one(tokenizer_folder: Path) -> None:
-    with running_gateway(tokenizer_folder) as gw:
-        gw.mesh.stepping = False
-        with httpx.stream("POST", f"{gw.url}/v1/completions", json={**BODY, "stream": True}) as answer:
-            gw.mesh.beating = False
-            beat = SchedulerBeat("next", 8, [])
-            gw.call(gw.bus.publish(gw.mesh.subjects.beat("scheduler", "next"), encode(beat)))
-            text = answer.read().decode()
-        assert "scheduler has changed" in stream_errors(text)[0]
-
-
-def test_an_interrupted_bus_counts_as_loss(tokenizer_folder: Path) -> None:
-    with running_gateway(tokenizer_folder) as gw:
-        gw.mesh.stepping = False
-        with httpx.stream("POST", f"{gw.url}/v1/completions", json={**BODY, "stream": True}) as answer:
-            gw.losses += 1
-            text = answer.read().decode()
-        assert "interrupted" in stream_errors(text)[0]
 
 
 def test_a_scheduler_that_never_answers_is_a_503(tokenizer_folder: Path) -> None:
