@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
-from gateway_mesh import MODEL, RunningGateway, told_of
+from gateway_mesh import MODEL, RunningGateway, running_gateway, told_of
 
 from shared.messages import TokenLogprob
 
@@ -306,15 +307,21 @@ def test_priority_reaches_the_scheduler(gw: RunningGateway, http: httpx.Client) 
         assert gw.mesh.submits[-1].priority == -7
 
 
-def test_a_hole_in_what_was_asked_for_ends_the_answer(gw: RunningGateway, http: httpx.Client) -> None:
-    honest = gw.mesh._prompt_entries
-    try:
+def test_a_hole_in_what_was_asked_for_is_never_passed_over(tokenizer_folder: Path) -> None:
+    with running_gateway(tokenizer_folder, resume_timeout_s=0.5) as gw:
+        honest = gw.mesh._prompt_entries
+        body = {"prompt": PROMPT * 3, "prompt_logprobs": 1, "seed": 3}
+        whole = httpx.post(f"{gw.url}/v1/completions", json=body).json()["choices"]
+        gw.mesh._prompt_entries = (  # type: ignore[method-assign]
+            lambda submit: honest(submit)[: -2 if submit.attempt == 1 else None]
+        )
+        assert httpx.post(f"{gw.url}/v1/completions", json=body).json()["choices"] == whole
         gw.mesh._prompt_entries = lambda submit: honest(submit)[:-2]  # type: ignore[method-assign]
-        answer = http.post("/v1/completions", json={"prompt": PROMPT * 3, "prompt_logprobs": 1})
+        offers = gw.mesh.offers
+        answer = httpx.post(f"{gw.url}/v1/completions", json=body)
         assert answer.status_code == 503
         assert "log-probabilities" in answer.json()["error"]["message"]
-    finally:
-        gw.mesh._prompt_entries = honest  # type: ignore[method-assign]
+        assert gw.mesh.offers - offers < 10, "what never goes on is not offered again as fast as can be"
 
 
 def test_the_official_client_reads_them(gw: RunningGateway) -> None:
