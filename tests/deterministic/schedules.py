@@ -1,0 +1,137 @@
+"""Random schedules: a mesh, a load and faults, all from one seed."""
+
+from __future__ import annotations
+
+import random
+
+from simulated_mesh import EOS, VOCAB, Ask, SimulatedMesh
+from simulated_nodes import Node
+
+
+def random_mesh(seed: int, strict: bool = True, verbose: bool = False) -> SimulatedMesh:
+    rng = random.Random(seed)
+    block_size = rng.choice((2, 4, 4, 8))
+    mesh = SimulatedMesh(
+        seed,
+        schedulers=rng.choice((1, 2, 2)),
+        workers=rng.choice((1, 1, 2, 2, 3)),
+        gateways=rng.choice((1, 1, 2)),
+        block_size=block_size,
+        num_blocks=rng.choice((12, 20, 40, 80)) * 4 // block_size,
+        step_ms=rng.choice((2.0, 10.0, 40.0)),
+        strict=strict,
+        verbose=verbose,
+        scheduler_options={
+            "max_num_seqs": rng.choice((2, 4, 16)),
+            "max_num_batched_tokens": rng.choice((16, 32, 256)),
+            "run_ahead": rng.choice((1, 2, 2, 3)),
+            "enable_prefix_caching": rng.random() < 0.85,
+        },
+    )
+    span_s = rng.choice((0.2, 1.5, 3.0))
+    _load(mesh, rng, span_s)
+    _faults(mesh, rng, span_s)
+    return mesh
+
+
+def _load(mesh: SimulatedMesh, rng: random.Random, span_s: float) -> None:
+    room = mesh.capacity.num_blocks * mesh.capacity.block_size
+    shared = [rng.randrange(VOCAB) for _ in range(rng.randrange(4, 24))]
+    for index in range(rng.randrange(3, 9)):
+        own = [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 14))]
+        prompt = shared[: rng.randrange(len(shared) + 1)] + own if rng.random() < 0.5 else own
+        n = rng.choice((1, 1, 1, 2, 3))
+        max_tokens = min(rng.randrange(3, 31), room // n - len(prompt) - mesh.capacity.block_size * n)
+        if max_tokens < 1:
+            continue
+        stops = {choice: rng.randrange(1, max_tokens + 1) for choice in range(n) if rng.random() < 0.15}
+        mesh.ask(
+            Ask(
+                f"r{index}",
+                1.0 + rng.random() * span_s,
+                rng.randrange(2),
+                prompt,
+                rng.randrange(1 << 40),
+                max_tokens,
+                n,
+                min_tokens=rng.choice((0, 0, max_tokens // 2)),
+                ignore_eos=rng.random() < 0.5,
+                priority=rng.choice((0, 0, 0, 1)),
+                tenant=rng.choice(("", "", "a", "b")),
+                stops=stops,
+                leaves_s=rng.uniform(0.01, 1.5) if rng.random() < 0.12 else 0.0,
+            )
+        )
+
+
+def _faults(mesh: SimulatedMesh, rng: random.Random, span_s: float) -> None:
+    server = mesh.server
+    weather = server.weather
+    if rng.random() < 0.3:
+        weather.jitter_s = rng.choice((0.002, 0.02, 0.1))
+    if rng.random() < 0.3:
+        until_s = rng.uniform(1.0, 1.5 + span_s)
+        weather.loss = rng.choice((0.01, 0.05, 0.2))
+        mesh.at(until_s, _calm, mesh)
+    if rng.random() < 0.25:
+        weather.repetition = rng.choice((0.05, 0.5))
+    for _ in range(rng.randrange(0, 4)):
+        at_s = rng.uniform(0.3, 1.3 + span_s)
+        node = rng.choice(mesh.nodes)
+        _fault(mesh, rng, at_s, node)
+
+
+def _calm(mesh: SimulatedMesh) -> None:
+    mesh.server.weather.loss = 0.0
+
+
+def _fault(mesh: SimulatedMesh, rng: random.Random, at_s: float, node: Node) -> None:
+    kind = rng.choice(("kill", "kill", "hang", "partition", "cut", "server", "slow", "delay", "clock", "terminate"))
+    lasts_s = rng.choice((0.1, 0.5, 1.2, 2.5, 6.0, 10.0)) * rng.uniform(0.8, 1.2)
+    if kind == "kill":
+        down_s = rng.choice((0.05, 0.5, 2.0))
+        mesh.at(at_s, node.kill, down_s, lasts_s=down_s)
+    elif kind == "hang":
+        mesh.at(at_s, node.hang, lasts_s, lasts_s=lasts_s)
+    elif kind == "partition":
+        up, down = rng.choice(((True, True), (True, False), (False, True)))
+        mesh.at(at_s, node.link.partition, lasts_s, up, down, lasts_s=1.3 * lasts_s)
+    elif kind == "cut":
+        mesh.at(at_s, _cut, node, rng.randrange(2))
+    elif kind == "server":
+        down_s = rng.choice((0.1, 1.0, 4.0))
+        mesh.at(at_s, mesh.restart_server, down_s, lasts_s=down_s + 1.5)
+    elif kind == "slow":
+        mesh.at(at_s, _slow, node, rng.randrange(2), rng.randrange(1, 6))
+    elif kind == "delay":
+        mesh.at(at_s, _delay, node, rng.choice((0.05, 0.3)))
+        mesh.at(at_s + lasts_s, _delay, node, 0.0)
+    elif kind == "clock":
+        mesh.at(at_s, _set_clock, node, rng.choice((-3600, -2, 5, 3600)))
+    elif kind == "terminate":
+        mesh.at(at_s, node.terminate, lasts_s=6.0)
+
+
+def _cut(node: Node, which: int) -> None:
+    for connection in node.link.connections[which : which + 1]:
+        node.mesh.note(connection.name, "CUT")
+        connection.cut()
+
+
+def _slow(node: Node, which: int, messages: int) -> None:
+    for connection in node.link.connections[which : which + 1]:
+        node.mesh.note(connection.name, f"SLOW CONSUMER: drops {messages}")
+        connection.slow = messages
+
+
+def _delay(node: Node, seconds: float) -> None:
+    node.mesh.note(node.name, f"DELAY {seconds}")
+    node.link.delay_s = seconds
+
+
+def _set_clock(node: Node, seconds: float) -> None:
+    node.mesh.note(node.name, f"CLOCK {seconds:+} s")
+    node.unix_offset_ns += int(seconds * 1e9)
+
+
+__all__ = ["EOS", "random_mesh"]

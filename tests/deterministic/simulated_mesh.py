@@ -1,0 +1,417 @@
+"""A whole mesh in virtual time: nodes, clients, faults, and what must hold whatever happens.
+
+The checks stand outside of the code: what a client got is compared with what the simulated model must say, token by
+token as it comes; and they hold for every node's books at every step and at the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import random
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from memory_store import MemoryStore
+from simulated_bus import Connection, Server
+from simulated_nodes import (
+    MODEL,
+    GatewayNode,
+    Node,
+    SchedulerNode,
+    StepTime,
+    WorkerNode,
+    capacity,
+    virtual_step_loops,
+)
+from virtual_time import START_NS, Agenda, Clock, NodeLoop, virtual_time
+
+from gateway.config import GatewayConfig
+from gateway.dispatch import Dispatch, Part
+from gateway.errors import ApiError
+from gateway.flight import Flight
+from scheduler.config import SchedulerConfig
+from scheduler.core.core import SchedulerCore
+from shared.messages import EndReason, Sampling, StepPlan, Submit, pack_tokens
+from worker.config import WorkerConfig
+from worker.simulated import chain, pick
+
+VOCAB = 61
+EOS = 7
+CONVICTED = "has twice ended the worker"  # in the reason of a request that is failed for it
+IDLE_S = 15.0  # by then a mesh that nobody asks anything has nothing left in its books
+
+
+class Violation(AssertionError):
+    """A promise was broken; the message has all that were."""
+
+
+@dataclass
+class Ask:
+    """One request of one client."""
+
+    name: str
+    at_s: float
+    gateway: int
+    prompt: list[int]
+    seed: int
+    max_tokens: int
+    n: int = 1
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    priority: int = 0
+    tenant: str = ""
+    stops: dict[int, int] = field(default_factory=dict)  # choice -> tokens after which a stop string matches
+    leaves_s: float = 0.0  # when the client hangs up, seconds after it came; 0: never
+    deadly: bool = False  # a worker that runs it ends
+
+    def expected(self, choice: int) -> tuple[list[int], str]:
+        """What the choice must say, and why it ends."""
+        state = 0
+        for token in self.prompt:
+            state = chain(state, token)
+        tokens: list[int] = []
+        while True:
+            token = pick(state, self.seed, 0, choice, len(self.prompt) + len(tokens), VOCAB)
+            if len(tokens) < self.min_tokens and token == EOS:
+                token += 1
+            tokens.append(token)
+            state = chain(state, token)
+            if len(tokens) == self.stops.get(choice):
+                return tokens, EndReason.STOP.value
+            if len(tokens) > self.min_tokens and token == EOS and not self.ignore_eos:
+                return tokens, EndReason.STOP.value
+            if len(tokens) >= self.max_tokens:
+                return tokens, EndReason.LENGTH.value
+
+
+class TokenText:
+    """In place of a choice's text: checks each token as it comes."""
+
+    def __init__(self, client: Client, choice: int) -> None:
+        self._client = client
+        self._choice = choice
+        self._expected, self._end = client.ask.expected(choice)
+        self._stop = client.ask.stops.get(choice, 0)
+        self.num_tokens = 0
+        self.stopped_here = False
+        self.finish_reason: str | None = None
+
+    def feed(self, tokens: list[int], end: str = "", logprobs: Any = ()) -> str:
+        taken = 0
+        for token in tokens:
+            place = self.num_tokens
+            if place >= len(self._expected) or token != self._expected[place]:
+                should = self._expected[place] if place < len(self._expected) else "nothing"
+                self._client.violate(f"choice {self._choice}: token {place} is {token}, not {should}")
+            self.num_tokens += 1
+            taken += 1
+            if self.num_tokens == self._stop:
+                self.stopped_here = True
+                self._finish(EndReason.STOP.value)
+                return "t" * taken
+        if end:
+            self._finish(end)
+        return "t" * taken
+
+    def take_details(self) -> list[Any]:
+        return []
+
+    def _finish(self, end: str) -> None:
+        self.finish_reason = end
+        if self.num_tokens != len(self._expected) or end != self._end:
+            have, should = self.num_tokens, len(self._expected)
+            self._client.violate(
+                f"choice {self._choice} ends as {end} with {have} tokens, not as {self._end} with {should}"
+            )
+
+
+class Client:
+    """One request's way through a gateway, as the HTTP side goes it. ``outcome``: how it went."""
+
+    def __init__(self, mesh: SimulatedMesh, ask: Ask) -> None:
+        self.mesh = mesh
+        self.ask = ask
+        self.outcome = "unborn"
+        self.error = ""
+
+    def violate(self, text: str) -> None:
+        self.mesh.violate(f"{self.ask.name}: {text}")
+
+    def come(self) -> None:
+        gateways = self.mesh.gateways
+        node = gateways[self.ask.gateway % len(gateways)]
+        self.outcome = "open" if node.serve_client(self) else "nobody listens"
+
+    @property
+    def over(self) -> bool:
+        return self.outcome not in ("unborn", "open")
+
+    async def go(self, dispatch: Dispatch, loop: NodeLoop) -> None:
+        ask = self.ask
+        mesh = self.mesh
+        flight = Flight(mesh.clock.monotonic(), dispatch._metrics)
+        choices = [flight.add_choice(TokenText(self, index)) for index in range(ask.n)]  # type: ignore[arg-type]
+        sampling = Sampling(
+            ask.seed, ask.max_tokens, ignore_eos=ask.ignore_eos, min_tokens=ask.min_tokens,
+        )  # fmt: skip
+        submit = Submit(
+            ask.name, 1, dispatch.gateway_id, MODEL, pack_tokens(ask.prompt), sampling, mesh.clock.time_ns(), n=ask.n,
+            priority=ask.priority, tenant=ask.tenant,
+        )  # fmt: skip
+        if ask.leaves_s:
+            loop.call_later(ask.leaves_s, flight.abandon)
+        accepted = False
+        record = dispatch.open(submit, Part(flight, choices))
+        try:
+            await dispatch.offer(record)
+            accepted = True
+            while await flight.wait():
+                pass
+        except ApiError as error:
+            flight.fail(error)
+        finally:
+            dispatch.release(record)
+        if flight.client_gone:
+            self.outcome = "left"
+        elif flight.error is None:
+            self.outcome = "finished"
+            if any(choice.text.finish_reason is None for choice in choices):
+                self.violate("it ended before all choices had")
+        else:
+            self.outcome = "failed" if accepted else "refused"
+            self.error = str(flight.error)
+            self._judge(flight.error)
+
+    def _judge(self, error: ApiError) -> None:
+        """A request may be refused while the mesh has no leader or no worker, and fail only if it ends workers."""
+        mesh = self.mesh
+        if self.outcome == "refused":
+            if error.status not in (404, 429, 503) or mesh.undisturbed:
+                self.violate(f"it was refused: {self.error}")
+        elif mesh.strict and not (CONVICTED in self.error and mesh.worker_ends >= 2):
+            self.violate(f"it was given up: {self.error}")
+
+
+class SimulatedMesh:
+    """``strict``: what was accepted must be answered, whatever happens."""
+
+    def __init__(
+        self, seed: int, *, schedulers: int = 1, workers: int = 1, gateways: int = 1, num_blocks: int = 64,
+        block_size: int = 4, step_ms: float = 10.0, strict: bool = True, verbose: bool = False,
+        scheduler_options: dict[str, Any] | None = None, gateway_options: dict[str, Any] | None = None,
+    ) -> None:  # fmt: skip
+        self.seed = seed
+        self.rng = random.Random(seed)
+        self.clock = Clock()
+        self.agenda = Agenda(self.clock)
+        self.strict = strict
+        self.verbose = verbose
+        self.log: list[str] = []
+        self.violations: list[str] = []
+        self.max_payload = 1 << 20
+        self.server = Server(self.clock, self.agenda, self.rng, self.note if verbose else None)
+        self.server.taps.append(self._tap)
+        self.store = MemoryStore()
+        self.capacity = capacity(block_size, num_blocks, num_blocks * block_size, VOCAB, [EOS])
+        self.step_time = StepTime(1000 * step_ms, 50.0)
+        self.scheduler_config = SchedulerConfig(**(scheduler_options or {}))
+        self.gateway_config = GatewayConfig(model=MODEL, served_model_name=MODEL, **(gateway_options or {}))
+        self.worker_config = WorkerConfig(drain_grace_s=5.0)
+        self.schedulers = [SchedulerNode(self, f"s{index + 1}") for index in range(schedulers)]
+        self.workers = [WorkerNode(self, f"w{index + 1}") for index in range(workers)]
+        self.gateways = [GatewayNode(self, f"g{index + 1}") for index in range(gateways)]
+        self.nodes: list[Node] = [*self.schedulers, *self.workers, *self.gateways]
+        self.clients: list[Client] = []
+        self.faults_end_ns = 0
+        self.undisturbed = True
+        self.deadly: set[str] = set()
+        self.worker_ends = 0  # how often a worker has ended otherwise than in good order
+        self._planners: dict[int, str] = {}  # epoch -> the process whose plans carry it
+
+    # --- what happens -----------------------------------------------------------------------------------------------
+
+    def ask(self, ask: Ask) -> Client:
+        client = Client(self, ask)
+        self.clients.append(client)
+        if ask.deadly:
+            self.deadly.add(ask.name)
+            self.undisturbed = False
+        self.agenda.at(START_NS + int(ask.at_s * 1e9), client.come)
+        return client
+
+    def at(self, seconds: float, action: Callable[..., None], *args: Any, lasts_s: float = 0.0) -> None:
+        """A fault, and how long it lasts."""
+        when = START_NS + int(seconds * 1e9)
+        self.undisturbed = False
+        self.faults_end_ns = max(self.faults_end_ns, when + int(lasts_s * 1e9))
+        self.agenda.at(when, action, *args)
+
+    def restart_server(self, down_s: float) -> None:
+        self.note("nats", f"KILLED, back in {down_s:.2f} s")
+        self.server.stop()
+        self.agenda.after(down_s, self.server.start)
+
+    def run(self, patience_s: float = 40.0) -> None:
+        """Until every client's request has ended and the mesh is at rest; raises :class:`Violation`.
+
+        ``patience_s``: what may still take its time once the faults are over.
+        """
+        with self._virtual():
+            for node in self.nodes:
+                node.start()
+            last_ns = max([START_NS + int(client.ask.at_s * 1e9) for client in self.clients], default=START_NS)
+            limit = max(last_ns, self.faults_end_ns) + int(patience_s * 1e9)
+            self.advance(lambda: all(client.over for client in self.clients) and self._faults_over(), limit)
+            for client in self.clients:
+                if not client.over:
+                    client.violate("it waits for ever")
+            if not self.violations:
+                self.advance(self._at_rest, self.clock.now_ns + int(IDLE_S * 1e9))
+                self._check_rest()
+            for node in self.nodes:
+                if node.loop is not None:
+                    node.restarts = False
+                    node.kill()
+        if self.violations:
+            raise Violation(f"seed {self.seed}: " + "; ".join(self.violations[:5]))
+
+    def advance(self, done: Callable[[], bool], limit_ns: int) -> None:
+        """Run until ``done`` (asked now and then, when nothing is left to do at a time) or ``limit_ns``."""
+        clock, agenda = self.clock, self.agenda
+        awake = agenda.awake
+        moments = 0
+        while True:
+            while awake:
+                loop = awake.popleft()
+                loop.node.run_once(loop)
+            moments += 1
+            following = agenda.due_ns
+            if self.violations or following > limit_ns or (moments % 16 == 0 and done()):
+                return
+            clock.now_ns = max(clock.now_ns, int(following))
+            agenda.run_due()
+
+    def run_for(self, seconds: float) -> None:
+        """For scripted schedules, inside of :meth:`started`."""
+        self.advance(lambda: False, self.clock.now_ns + int(seconds * 1e9))
+
+    # --- what is watched --------------------------------------------------------------------------------------------
+
+    def note(self, who: str, what: str) -> None:
+        if self.verbose:
+            self.log.append(f"{(self.clock.now_ns - START_NS) / 1e9:10.6f}  {who:8} {what}")
+
+    def violate(self, text: str, error: BaseException | None = None) -> None:
+        self.violations.append(text)
+        self.note("CHECK", f"VIOLATION {text}")
+        if error is not None and self.verbose:
+            self.log += traceback.format_exception(error)
+
+    def check_core(self, name: str, core: SchedulerCore) -> None:
+        try:
+            core.check()
+        except AssertionError as error:
+            self.violate(f"{name}: the core's books: {error}", error)
+
+    def executed(self, worker: WorkerNode, plan: StepPlan, requests: Sequence[str]) -> None:
+        """A worker is about to have run a step of these requests."""
+        if plan.epoch < worker.epoch:
+            self.violate(f"{worker.name} runs a plan of epoch {plan.epoch} after one of {worker.epoch}")
+        worker.epoch = plan.epoch
+        if self.deadly and not self.deadly.isdisjoint(requests):
+            self.agenda.at(self.clock.now_ns, worker.kill, 0.5)
+
+    def _tap(self, sender: Connection, subject: str, payload: bytes) -> None:
+        if ".step." not in subject:
+            return
+        message = msgspec.msgpack.decode(payload)[2]
+        if message[0] != "plan":
+            return
+        known = self._planners.setdefault(message[1], sender.owner)
+        if known != sender.owner:
+            self.violate(f"{sender.owner} plans in epoch {message[1]}, which is {known}'s")
+
+    # --- rest -------------------------------------------------------------------------------------------------------
+
+    def _faults_over(self) -> bool:
+        return self.clock.now_ns >= self.faults_end_ns
+
+    def leaders(self) -> list[SchedulerNode]:
+        return [one for one in self.schedulers if one.leads]
+
+    def _at_rest(self) -> bool:
+        if any(node.loop is None or node.hung for node in self.nodes):
+            return False
+        if any(one.dispatch is None or len(one.dispatch.ledger) for one in self.gateways):
+            return False
+        leaders = self.leaders()
+        if len(leaders) != 1:
+            return False
+        core = leaders[0].service.core  # type: ignore[union-attr]
+        return len(core.workers) == len(self.workers) and not core.live_requests()
+
+    def _check_rest(self) -> None:
+        """Nothing is left of anything, once there is nobody to serve."""
+        for gateway in self.gateways:
+            if gateway.dispatch is None:
+                self.violate(f"{gateway.name} is not up")
+            elif len(gateway.dispatch.ledger):
+                self.violate(f"{gateway.name} still has {len(gateway.dispatch.ledger)} requests in its ledger")
+        leaders = self.leaders()
+        if len(leaders) != 1:
+            self.violate(f"{len(leaders)} schedulers lead")
+            return
+        service = leaders[0].service
+        assert service is not None
+        core = service.core
+        self.check_core(leaders[0].name, core)
+        if len(core.workers) != len(self.workers):
+            self.violate(f"the scheduler has {sorted(core.workers)} of {len(self.workers)} workers")
+        if core.live_requests():
+            self.violate(f"the scheduler still has {core.live_requests()}")
+        for worker in core.workers.values():
+            if any(worker.pool._refs[1:]):
+                self.violate(f"{worker.name}: blocks are still referenced")
+            if list(worker.sequences()):
+                self.violate(f"{worker.name}: sequences are left")
+        if core.num_waiting or core.waiting_tokens:
+            self.violate(f"{core.num_waiting} sequences with {core.waiting_tokens} tokens still wait")
+        core.tick(self.clock.now_ns + 2 * core.limits.tombstone_ns)
+        if core._requests or core._tombstones or core._deadlines:
+            self.violate("the scheduler forgets nothing")
+
+    @contextlib.contextmanager
+    def _virtual(self) -> Iterator[None]:
+        back = virtual_step_loops()
+        handler = _LogHandler(self) if self.verbose else None
+        root = logging.getLogger("headrace")
+        level = root.level
+        if handler is None:
+            logging.disable(logging.CRITICAL)
+        else:
+            root.addHandler(handler)
+            root.setLevel(logging.INFO)
+        try:
+            with virtual_time(self.clock):
+                yield
+        finally:
+            back()
+            logging.disable(logging.NOTSET)
+            if handler is not None:
+                root.removeHandler(handler)
+                root.setLevel(level)
+
+
+class _LogHandler(logging.Handler):
+    def __init__(self, mesh: SimulatedMesh) -> None:
+        super().__init__()
+        self._mesh = mesh
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._mesh.note("log", f"{record.name}: {record.getMessage()}")
+        if record.exc_info:
+            self._mesh.log.append(logging.Formatter().formatException(record.exc_info))
