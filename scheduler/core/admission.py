@@ -143,7 +143,13 @@ class Admission:
         """Of the group on trial, those that fit now; ``members`` of it run already."""
         limits = self._limits
         joined: list[Sequence] = []
-        for sequence in [one for one in queue.order(now) if self._suspects.group_of(one) == worker.trial]:
+        members_waiting: list[Sequence] = []
+        for sequence in queue.order(now):
+            if group := self._suspects.group_of(sequence):
+                sequence.waits_for(Lack.SUSPECT, "", now)
+                if group == worker.trial:
+                    members_waiting.append(sequence)
+        for sequence in members_waiting:
             if not worker.can_hold(sequence):
                 continue
             slots = limits.max_num_seqs - worker.occupied

@@ -109,6 +109,12 @@ class LossyBox(ResumingBox):
         wire.sent.clear()
         self.events += self.core.worker_lost(worker, "silent", self.now, suspect)
 
+    def hand_over(self, worker: str) -> None:
+        """The worker is told to stop: nothing new comes, and what it runs goes elsewhere if anybody can take it."""
+        if self.knows(worker):
+            self.core.worker_draining(worker)
+            self.events += self.core.hand_over(worker, self.now)
+
     def restart_batch(self, worker: str) -> None:
         if self.knows(worker):
             self.lose(worker)
@@ -357,6 +363,9 @@ class LossyBox(ResumingBox):
 
     def heal(self) -> None:
         """The bus loses nothing any more: whatever was lost is made good, within a bounded number of exchanges."""
+        for worker in self.wires:
+            if self.knows(worker) and self.core.workers[worker].draining:
+                self.crash(worker)  # it has stopped, and the next one starts
         for _ in range(REPAIR_EXCHANGES):
             for worker, wire in self.wires.items():
                 if not self.knows(worker) or wire.incarnation != wire.ledger.incarnation:

@@ -52,7 +52,8 @@ class ResumingBox(Box):
                 continue  # a search that is cancelled or dropped ends beam by beam
             self.ended[key] += 1
             assert self.ended[key] == 1, f"{key} ended twice"
-            if isinstance(event, Failed) and event.kind == "lost":
+            if isinstance(event, Failed) and event.kind in ("lost", "moved"):
+                self.seen[event.kind] += 1
                 if key[0] not in self.lost:
                     self.lost.append(key[0])
             elif isinstance(event, Failed):

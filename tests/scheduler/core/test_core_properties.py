@@ -49,7 +49,7 @@ FIELDS: dict[str, tuple[object, ...]] = {
 KINDS = (
     *["round"] * 4, *["rounds"] * 14, *ROUGH, *ROUGH[:-1], *["cancel"] * 3, *["tick"] * 2, *["resume"] * 4,
     "plan", "carry", "work", "deliver", "overtake", "beat", "repeat_result", "crash", "lose", "restart_batch",
-    "restart_scheduler",
+    "restart_scheduler", "hand_over",
 )  # fmt: skip
 MUST_HAPPEN = (
     "cancelled", "failed", "deadline_drops", "preemptions", "recomputed_tokens", "swapped_out", "swapped_in",
@@ -58,7 +58,7 @@ MUST_HAPPEN = (
     "results ahead of a missing one", "results repeated or of a lost batch", "results of another epoch",
     "results of another incarnation", "results of a lost worker", "plans for another incarnation",
     "schedulers restarted", "pages taken over", "answers that nobody waits for",
-    "plans of suspects",
+    "plans of suspects", "moved",
 )  # fmt: skip
 """What the seeds must reach, each in some: else the weights have come to miss a feature."""
 
