@@ -1,4 +1,4 @@
-"""``python -m scheduler``: take the lead of a mesh and schedule until told to stop."""
+"""``python -m scheduler``: lead a mesh, or stand by until its leader is gone, until told to stop."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ from observability.membership import joined
 from scheduler.config import SchedulerConfig
 from scheduler.metrics import SchedulerMetrics
 from scheduler.pages import add_pages
-from scheduler.recording import TraceWriter
+from scheduler.recording import Recording
 from scheduler.service import SchedulerService
 from shared.config import parse_service
 from shared.ids import new_process_id
+from shared.jetstream import NoStore
 from shared.lifecycle import StartupError, run
+from shared.subjects import LEASE_BUCKET, Subjects
 
 
 async def serve(config: SchedulerConfig, stop: asyncio.Event) -> None:
@@ -29,19 +31,25 @@ async def serve(config: SchedulerConfig, stop: asyncio.Event) -> None:
     except ValueError as error:
         raise StartupError(str(error)) from None
     try:
-        trace = TraceWriter(Path(config.record)) if config.record else None
+        recording = Recording(Path(config.record)) if config.record else None
     except OSError as error:
         raise StartupError(f"--record {config.record}: {error.strerror}") from None
     registry = CollectorRegistry()
     metrics = SchedulerMetrics(registry)
     async with joined("scheduler", name, config, registry, config.metrics_host, config.metrics_port) as member:
-        service = SchedulerService(config, name, member.step_bus, member.bus, metrics, member.tracing, trace)
+        store = member.bus.key(LEASE_BUCKET, Subjects(config.mesh).lease_key, config.lease_s / 2)
+        service = SchedulerService(
+            config, name, member.step_bus, member.bus, store, metrics, member.tracing, recording
+        )  # fmt: skip
         add_pages(member.listener, service)
         gc.collect()
         gc.freeze()  # what was loaded stays: a full collection need not walk it
-        await service.run(stop)
-        if trace is not None:
-            await asyncio.to_thread(trace.close)
+        try:
+            await service.run(stop)
+        except NoStore as error:
+            raise StartupError(str(error)) from None
+        if recording is not None:
+            await asyncio.to_thread(recording.close)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

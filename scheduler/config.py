@@ -73,6 +73,11 @@ class SchedulerConfig(MeshConfig):
         0.02, "share of the KV blocks kept free when a sequence is admitted", check=between(0, 0.5)
     )
     run_ahead: int = option(2, "plans in flight per worker; 1 turns run-ahead off", check=between(1, 8))
+    lease_s: float = option(
+        1.5,
+        "length of the lease by which a scheduler leads: the pause before another one takes over from one that died",
+        check=between(0.3, 60),
+    )
     worker_timeout_s: float = option(5.0, "a worker silent for so long is lost", check=at_least(1))
     step_timeout_s: float = option(
         300.0, "a worker whose step runs longer is stuck, and its batch lost", check=at_least(1)
@@ -84,7 +89,10 @@ class SchedulerConfig(MeshConfig):
         2048, "requests whose life is remembered, for `headrace explain`", check=between(16, 1_000_000)
     )
     recorded_steps: int = option(16_384, "steps that are remembered beside them", check=between(64, 10_000_000))
-    record: str = option("", "write every input and every plan to this file, for headrace replay; it grows without end")
+    record: str = option(
+        "",
+        "write every input and every plan to this file (FILE.2, ... if it comes to lead again), for headrace replay; it grows without end",
+    )
     metrics_host: str = option("127.0.0.1", "address of the metrics listener")
     metrics_port: int = option(9401, "port of the metrics listener; 0: any free one", check=between(0, 65535))
 

@@ -63,6 +63,7 @@ class SchedulerMetrics:
         )
         self.workers = gauge("headrace_workers", "Ready workers")
         self.leading = gauge("headrace_scheduler_leading", "1 if this scheduler leads its mesh, 0 if it stands by")
+        self.epoch = gauge("headrace_scheduler_epoch", "Epoch in which this scheduler leads, or last led; 0: none")
         # --- memory -------------------------------------------------------------------------------------------------
         self.kv_usage = gauge("vllm:kv_cache_usage_perc", "Share of the KV blocks in use (0..1)", labels=MODEL)
         self.fragmentation = gauge(
@@ -115,14 +116,33 @@ class SchedulerMetrics:
         self.resent_plans = counter("headrace_plans_resent", "Plans sent again because their result was missing")
         self.workers_lost = counter("headrace_workers_lost", "Workers lost, by cause", ("cause",))
         # At 0 from the start, so that the very first one shows as an increase.
-        for cause in ("silence", "stuck", "restart", "fault"):
+        for cause in ("silence", "gone", "stuck", "restart", "fault"):
             self.workers_lost.labels(cause)
+        self.takeovers = counter("headrace_scheduler_takeovers", "How often this scheduler took the lead")
+        self.lease_renewals_failed = counter(
+            "headrace_lease_renewals_failed", "Renewals of the scheduler's lease that JetStream did not confirm"
+        )
+        probes = counter(
+            "headrace_worker_probes",
+            "Silent workers asked whether they are there: somebody listens (there), nobody does (gone), NATS does not "
+            "say (unknown)",
+            ("outcome",),
+        )  # fmt: skip
+        self.probes = {outcome: probes.labels(outcome) for outcome in ("there", "gone", "unknown")}
         for cause in ("no_free_block", "stalled_search"):
             self.preemptions_by_cause.labels(cause)
         for outcome in Outcome:
             if outcome not in (Outcome.ACCEPTED, Outcome.DUPLICATE):
                 self.refusals.labels(outcome.value)
         self.bad_messages = counter("headrace_bad_messages", "Bytes on the bus that were no message")
+
+    def stands_by(self) -> None:
+        """This scheduler does not lead any more: what it had belongs to another one."""
+        for gauge in (self.leading, self.workers, self.preempted, self.swapped, self.queue_age, self.fragmentation):
+            gauge.set(0)
+        for model in self._models.values():
+            for gauge in (model.running, model.waiting, model.kv_usage):
+                gauge.set(0)
 
     def of(self, model: str) -> ModelMetrics:
         """Those of a model; they are at 0 from the first look on."""

@@ -44,12 +44,17 @@ class WorkerLink:
 
 
 class PlanSender:
-    """Owns the links to the workers. ``planned`` is told of each plan, of the events that came with it, and when."""
+    """Owns the links to the workers. ``planned`` is told of each plan, of the events that came with it, and when.
+
+    ``may_plan`` is asked before each plan.
+    """
 
     def __init__(
         self, core: SchedulerCore, run_ahead: int, subjects: Subjects, post: Callable[[str, bytes], None],
         metrics: SchedulerMetrics, planned: Callable[[StepPlan | None, Sequence[CoreEvent], int], None],
+        may_plan: Callable[[], bool],
     ) -> None:  # fmt: skip
+        self._may_plan = may_plan
         self._core = core
         self._run_ahead = run_ahead
         self._subjects = subjects
@@ -93,7 +98,7 @@ class PlanSender:
         of that step less a margin: earlier would keep a newcomer out of it, later would leave the worker idle.
         """
         link = self.links.get(worker)
-        if link is None or self.closed:
+        if link is None or self.closed or not self._may_plan():
             return
         if not link.sent and not self._send_plan(worker, link):
             self._wake_later(worker, link)
@@ -118,6 +123,8 @@ class PlanSender:
             link.timer = self._loop.call_later((wake - now) / 1e9, self._on_timer, worker)
 
     def _send_plan(self, worker: str, link: WorkerLink) -> bool:
+        if self.closed or not self._may_plan():
+            return False
         began = time.perf_counter_ns()
         now = time.monotonic_ns()
         plan, events = self._core.plan(worker, now)
@@ -132,6 +139,13 @@ class PlanSender:
         link.sent.append((plan.step, payload))
         self._post(self._subjects.step(worker), payload)
         return True
+
+    def resend_all(self) -> None:
+        """Messages may have been lost on either way: every plan that is out goes out again, and brings its result."""
+        for worker, link in self.links.items():
+            if link.sent:
+                link.sent_at = time.monotonic()
+                self.resend(worker, link.sent[0][0])
 
     def resend(self, worker: str, step: int) -> None:
         """Send the plans from ``step`` on again. A request for what has been answered already is stale: ignored.

@@ -84,6 +84,33 @@ class TraceWriter:
                 pass
 
 
+class Recording:
+    """One file for each time of leading: ``path``, then ``path.2``, ``path.3``, as each begins with an empty core."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises OSError if the first file cannot be made."""
+        self._path = path
+        self._times = 0
+        self._writer: TraceWriter | None = TraceWriter(path)
+
+    def begin(self) -> TraceWriter | None:
+        """The file of a time of leading that begins now. Of a later one: None, and a log line, if it can't be made."""
+        self._times += 1
+        if self._times > 1:
+            self.close()
+            try:
+                self._writer = TraceWriter(self._path.with_name(f"{self._path.name}.{self._times}"))
+            except OSError as error:
+                log.error("not recorded: %s", error)
+        return self._writer
+
+    def close(self) -> None:
+        """Write what is queued, and close the file."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+
 class RecordingCore(SchedulerCore):
     """The core, with each call from outside written down before it is carried out."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
+from collections.abc import Callable
 
 from shared.bus import Bus, BusUnavailable, PayloadTooLarge
 
@@ -16,8 +17,11 @@ log = logging.getLogger("headrace.outbox")
 
 
 class Outbox:
-    def __init__(self, bus: Bus) -> None:
+    """``allowed`` is asked when a message is sent: what may not be sent any more is dropped."""
+
+    def __init__(self, bus: Bus, allowed: Callable[[], bool] = lambda: True) -> None:
         self._bus = bus
+        self._allowed = allowed
         self._queue: deque[tuple[str, bytes]] = deque()
         self._ready = asyncio.Event()
         self._failing = False
@@ -39,6 +43,9 @@ class Outbox:
         """Send everything that is queued."""
         while self._queue:
             subject, payload = self._queue.popleft()
+            if not self._allowed():
+                self.dropped += 1
+                continue
             try:
                 await self._bus.publish(subject, payload)
                 self._failing = False

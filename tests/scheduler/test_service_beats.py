@@ -7,11 +7,12 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 from in_process_bus import InProcessBus
+from memory_store import MemoryStore
 from mesh_stack import until
 from prometheus_client import CollectorRegistry
 
 from observability.tracing import Tracing
-from scheduler import service as scheduler_service
+from scheduler import presence
 from scheduler.config import SchedulerConfig
 from scheduler.core.core import SchedulerCore
 from scheduler.core.limits import Limits
@@ -22,6 +23,8 @@ from shared.messages import (
     Cancel,
     Capacity,
     Outcome,
+    PageSnapshot,
+    Reset,
     Sampling,
     SchedulerBeat,
     Submit,
@@ -43,11 +46,23 @@ class Beating:
 
     def __init__(self, bus: InProcessBus) -> None:
         self.bus = bus
+        self.answers: list[asyncio.Future[None]] = []
 
     @property
     def beats(self) -> list[SchedulerBeat]:
         messages = [decode(payload) for subject, payload in self.bus.published if ".beat.scheduler." in subject]
         return [message for message in messages if isinstance(message, SchedulerBeat)]
+
+    async def answer_resets(self) -> None:
+        """As the worker does, which has nothing in its pages."""
+
+        def answer(payload: bytes, _: str) -> None:
+            reset = decode(payload)
+            if isinstance(reset, Reset):
+                snapshot = PageSnapshot(reset.epoch, reset.worker, reset.incarnation, reset.step)
+                self.answers.append(asyncio.ensure_future(self.bus.publish(SUBJECTS.result(1), encode(snapshot))))
+
+        await self.bus.subscribe(SUBJECTS.step("w"), answer)
 
     async def worker(self, state: WorkerState = WorkerState.READY) -> None:
         beat = WorkerBeat("w", 7, 0, state, Capacity("m", 128, 4, 60, 997, []))
@@ -68,13 +83,14 @@ def run(scenario: Callable[[Beating], Awaitable[None]], **options: int) -> None:
         bus = InProcessBus()
         config = SchedulerConfig(max_num_seqs=1, **options)  # type: ignore[arg-type]
         metrics = SchedulerMetrics(CollectorRegistry())
-        scheduler = SchedulerService(config, "s", bus, bus, metrics, Tracing("test", "test", "", 0.0))
+        scheduler = SchedulerService(config, "s", bus, bus, MemoryStore(), metrics, Tracing("test", "test", "", 0.0))
         stop = asyncio.Event()
         async with asyncio.TaskGroup() as group:
             group.create_task(scheduler.run(stop))
             mesh = Beating(bus)
             try:
                 await until(lambda: len(mesh.beats) > 0, "the first beat")
+                await mesh.answer_resets()
                 await mesh.worker()
                 await until(lambda: bool(mesh.beats[-1].models), "the worker's beat")
                 await scenario(mesh)
@@ -87,7 +103,7 @@ def run(scenario: Callable[[Beating], Awaitable[None]], **options: int) -> None:
 @pytest.fixture
 def only_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """No beat comes of itself."""
-    monkeypatch.setattr(scheduler_service, "BEAT_S", NEVER_S)
+    monkeypatch.setattr(presence, "BEAT_S", NEVER_S)
 
 
 @pytest.mark.usefixtures("only_at_once")
@@ -142,7 +158,7 @@ def test_a_worker_that_drains_is_told_at_once() -> None:
 
 @pytest.mark.usefixtures("only_at_once")
 def test_a_queue_that_flips_at_every_step_does_not_beat_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler_service, "FLIP_BEAT_S", 0.2)
+    monkeypatch.setattr(presence, "FLIP_BEAT_S", 0.2)
 
     async def scenario(mesh: Beating) -> None:
         await mesh.submit("a")
@@ -158,8 +174,8 @@ def test_a_queue_that_flips_at_every_step_does_not_beat_at_every_step(monkeypatc
 
 
 def test_a_beat_comes_of_itself_only_with_news_or_after_a_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler_service, "BEAT_S", 0.005)
-    monkeypatch.setattr(scheduler_service, "REST_BEAT_S", NEVER_S)
+    monkeypatch.setattr(presence, "BEAT_S", 0.005)
+    monkeypatch.setattr(presence, "REST_BEAT_S", NEVER_S)
 
     async def scenario(mesh: Beating) -> None:
         await mesh.submit("a")
@@ -168,7 +184,7 @@ def test_a_beat_comes_of_itself_only_with_news_or_after_a_rest(monkeypatch: pyte
         before = len(mesh.beats)
         await asyncio.sleep(0.1)
         assert len(mesh.beats) == before
-        monkeypatch.setattr(scheduler_service, "REST_BEAT_S", 0.0)
+        monkeypatch.setattr(presence, "REST_BEAT_S", 0.0)
         await until(lambda: len(mesh.beats) > before + 1, "beats without news")
 
     run(scenario)
