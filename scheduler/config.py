@@ -91,7 +91,8 @@ class SchedulerConfig(MeshConfig):
     recorded_steps: int = option(16_384, "steps that are remembered beside them", check=between(64, 10_000_000))
     record: str = option(
         "",
-        "write every input and every plan to this file (FILE.2, ... if it comes to lead again), for headrace replay; it grows without end",
+        "write every input and every plan to this file (each later time of leading: FILE.2, ...), for headrace replay; "
+        "it grows without end",
     )
     metrics_host: str = option("127.0.0.1", "address of the metrics listener")
     metrics_port: int = option(9401, "port of the metrics listener; 0: any free one", check=between(0, 65535))
