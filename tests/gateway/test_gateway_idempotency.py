@@ -189,6 +189,36 @@ def check_same(whole: list[bytes], joined: list[bytes]) -> None:
     assert id_of(joined[-1]) == id_of(whole[-1])
 
 
+def check_tells_all(mesh: Mesh, path: str, body: dict[str, Any], events: list[bytes]) -> None:
+    """Joined, the events are the reply of the same request that is not streamed."""
+    unstreamed = {name: value for name, value in body.items() if name != "stream_options"}
+    reply = httpx.post(mesh.first.url + path, json=unstreamed, headers=KEY).json()
+    chunks = [json.loads(event.split(b"data: ")[1]) for event in events[:-1]]
+    if "stream_options" in body:
+        assert chunks[-1]["usage"] == reply["usage"]
+    for expected in reply["choices"]:
+        own = [chunk["choices"][0] for chunk in chunks if chunk["choices"]]
+        own = [choice for choice in own if choice["index"] == expected["index"]]
+        assert [choice["finish_reason"] for choice in own[:-1]] == [None] * (len(own) - 1)
+        assert own[-1]["finish_reason"] == expected["finish_reason"]
+        if path == CHAT:
+            text = "".join(choice["delta"].get("content", "") for choice in own)
+            assert text == (expected["message"]["content"] or "")
+            deltas = [call for choice in own for call in choice["delta"].get("tool_calls", ())]
+            for index, call in enumerate(expected["message"].get("tool_calls", ())):
+                parts = [delta for delta in deltas if delta["index"] == index]
+                assert parts[0]["function"]["name"] == call["function"]["name"]
+                assert "".join(part["function"]["arguments"] for part in parts) == call["function"]["arguments"]
+        else:
+            assert "".join(choice["text"] for choice in own) == expected["text"]
+        told = [choice["logprobs"] for choice in own if choice["logprobs"]]
+        for name, values in (expected["logprobs"] or {}).items():
+            if values is not None:
+                assert list(itertools.chain.from_iterable(part[name] for part in told)) == values
+        ids = [token for choice in own for token in choice.get("token_ids", ())]
+        assert ids == expected.get("token_ids", [])
+
+
 USAGE = {"stream_options": {"include_usage": True}}
 EACH_USAGE = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -214,6 +244,7 @@ def test_cut_after_every_event(mesh: Mesh, kind: str) -> None:
     whole = events_of(mesh.stream(path, body))
     assert len(whole) > 2 or "only" in kind
     check_ids(whole)
+    check_tells_all(mesh, path, body, whole)
     for cut in range(1, len(whole) + 1):
         rest = mesh.resume(path, body, id_of(whole[cut - 1]), burst=cut)
         check_same(whole, whole[:cut] + events_of(rest))
@@ -247,6 +278,7 @@ def test_tool_calls(tool_mesh: Mesh, logprobs: bool) -> None:
     raw = b"".join(whole)
     assert raw.count(b'"id":"call_') + len(re.findall(rb'"id":"[0-9a-f]{9}"', raw)) == 2
     assert b"clock" in raw and b'"finish_reason":"tool_calls"' in raw and b'"finish_reason":"stop"' in raw
+    check_tells_all(tool_mesh, CHAT, body, whole)
     for cut in range(1, len(whole) + 1):
         rest = tool_mesh.resume(CHAT, body, id_of(whole[cut - 1]), burst=cut)
         check_same(whole, whole[:cut] + events_of(rest))
