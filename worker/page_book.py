@@ -45,7 +45,7 @@ class PageBook:
 
     def end(self, plan: StepPlan) -> None:
         """The plan has run to its end without a fault."""
-        for page, content in plan.hashes:
+        for page, content in reversed(plan.hashes):  # of one prompt the root is to outlive the leaf, as above
             if 0 < page <= self._num_blocks and len(content) == DIGEST_BYTES:
                 self._hash_of[page] = content
                 self._hash_of.move_to_end(page)

@@ -380,6 +380,18 @@ class LossyBox(ResumingBox):
                 return
         raise AssertionError(f"not repaired after {REPAIR_EXCHANGES} exchanges: {self.wires}")
 
+    def check_books(self) -> None:
+        """When all is settled, a worker vouches for just the pages that the scheduler would hit, as far as it was told.
+
+        It may know of pages beside them: those that did not fit in its answer.
+        """
+        for worker, wire in self.wires.items():
+            pool = self.core.workers[worker].pool
+            told = {page: content for page, content in pool._hash_of.items() if page not in pool._news}
+            known = wire.pages._hash_of
+            assert told.items() <= known.items(), "the scheduler would hit what the worker does not know"
+            assert all(pool._hash_of.get(page, content) == content for page, content in known.items())
+
     def most_rounds(self) -> int:
         """A bound on the rounds in which everything that is live ends, with no further input.
 

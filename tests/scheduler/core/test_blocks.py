@@ -97,3 +97,57 @@ def test_the_states_never_mix(ops: list[tuple[str, int]]) -> None:
             for place, block in enumerate(tables[number % len(tables)]):
                 pool.register(block, bytes([number, place]))
         pool.check(tables)
+
+
+def test_news_are_what_was_indexed_and_still_is() -> None:
+    pool = BlockPool(2)
+    first, second = pool.allocate(2) or []
+    pool.register(first, b"1")
+    pool.register(second, b"2")
+    pool.release([first])
+    assert pool.allocate(1) == [first]  # before anybody was told
+    assert pool.take_news() == [(second, b"2")] and pool.take_news() == []
+    pool.register(first, b"3")
+    pool.adopt([])
+    assert pool.take_news() == [(first, b"3")]
+
+
+digests = st.integers(0, 7).map(lambda number: bytes([number]))
+
+
+@given(st.lists(st.tuples(st.integers(-1, 9), digests), max_size=20), st.lists(st.integers(0, 4), max_size=12))
+def test_a_pool_that_takes_blocks_over_hits_just_those(cached: list[tuple[int, bytes]], counts: list[int]) -> None:
+    """Whatever a worker says: blocks that there are not, twice the same one, content that two have."""
+    pool = BlockPool(6)
+    pool.adopt(cached)
+    pool.check([])
+    assert pool.num_free == 6 and pool.take_news() == []
+    holds: dict[int, bytes] = {}
+    for block, content in cached:
+        if 1 <= block <= 6 and block not in holds and content not in holds.values():
+            holds[block] = content
+    tables: list[list[int]] = []
+    for content in (bytes([number]) for number in range(8)):
+        assert pool.match([content]) == [block for block, held in holds.items() if held == content]
+    for place, count in enumerate(counts):  # use: some are hit again, the others are given out, oldest first
+        hits = pool.match([bytes([place % 8])])
+        pool.share(hits)
+        fresh = pool.allocate(count) or []
+        assert not set(fresh) & set(hits)
+        for block in fresh:
+            holds.pop(block, None)
+        tables.append(hits + fresh)
+        pool.check(tables)
+        for content in (bytes([number]) for number in range(8)):
+            assert pool.match([content]) == [block for block, held in holds.items() if held == content]
+        if place % 3 == 2:
+            pool.release(tables.pop(0))
+    for table in tables:
+        pool.release(table)
+    pool.check([])
+
+
+def test_the_oldest_of_what_was_taken_over_goes_first() -> None:
+    pool = BlockPool(3)
+    pool.adopt([(2, b"old"), (1, b"new")])
+    assert pool.allocate(2) == [3, 2] and pool.match([b"new"]) == [1]

@@ -192,6 +192,7 @@ def hold(setup: dict[str, object], ops: list[object]) -> set[str]:
     for worker in box.queues:
         box.round(worker)  # a last plan may carry drops alone
     box.heal()
+    box.check_books()
     box.assert_idle()
     box.check_ends()
     cancelled = {key for key in box.delivered if key not in box.ends}
