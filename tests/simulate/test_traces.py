@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,8 @@ from headrace.trace.tap import Tap, TapConfig, line
 from scheduler.core.core import SchedulerCore
 from scheduler.core.limits import Limits
 from scheduler.recording import RecordingCore, TraceWriter
-from shared.messages import Cancel, Sampling, StepPlan, Submit, encode, pack_tokens
+from shared.messages import Cancel, Outcome, Sampling, StepPlan, StepResult, Submit, encode, pack_tokens
+from shared.page_hash import extend_chain, root_hash
 
 LIMITS = Limits(max_num_seqs=16, max_num_batched_tokens=256, growth_aware_admission=False, max_num_queued_reqs=1 << 20)
 
@@ -61,6 +63,64 @@ def test_a_replay_gives_the_same_plans_byte_for_byte(trace: Path) -> None:
     assert outcome.difference == ""
     planned = [record for record in records(trace) if record[1] == "plan" and record[3] is not None]
     assert outcome.plans == len(planned) > 100
+
+
+def test_losses_resumes_and_handovers_replay_as_well(tmp_path: Path) -> None:
+    """Whose pages were taken over, who was suspect and was tried in halves, who moved: all of it is in the trace."""
+    path = tmp_path / "t"
+    writer = TraceWriter(path)
+    core = RecordingCore(LIMITS, "continuous", writer)
+    capacity = simulated_capacity(1600, 16, 1024)
+    prompt = list(range(40))
+    hashes: list[bytes] = []
+    extend_chain(hashes, root_hash(capacity.model, f"{capacity.dtype}/16"), prompt, 16, 2)
+    clock = itertools.count(1, 1_000_000)
+
+    def submit(attempt: int) -> None:
+        for index in range(4):
+            sampling = Sampling(seed=index, max_tokens=30)
+            one = Submit(f"r{index}", attempt, "g", capacity.model, pack_tokens(prompt), sampling, index)
+            assert core.submit(one, next(clock)).outcome is Outcome.ACCEPTED
+
+    def step(worker: str) -> None:
+        plan, _ = core.plan(worker, next(clock))
+        if plan is not None:
+            tokens = [7] * len(core.workers[worker].in_flight[0].sampled)
+            core.apply(StepResult(core.epoch, worker, plan.incarnation, plan.step, tokens), next(clock))
+
+    core.worker_up("w0", 1, capacity, next(clock), 1, [(9, hashes[0]), (4, hashes[1])])
+    submit(1)
+    step("w0")
+    assert core.counters.prefix_hits > 0
+    assert core.plan("w0", next(clock))[0] is not None
+    core.worker_lost("w0", "gone", next(clock))  # in that step, so that all are suspects
+    core.worker_up("w0", 2, capacity, next(clock))
+    submit(2)
+    alone = set()
+    for _ in range(12):
+        step("w0")
+        alone.add(core.workers["w0"].trial)
+    assert len(alone) > 2, "two groups, and nobody"
+    core.worker_up("w1", 1, capacity, next(clock))
+    core.worker_draining("w0")
+    assert len(core.hand_over("w0", next(clock))) == 4
+    submit(3)
+    for _ in range(5):
+        step("w0")
+        step("w1")
+    core.worker_lost("w1", "a cut network", next(clock), suspect=False)
+    writer.close()
+    outcome = feed(path, SchedulerCore(LIMITS))
+    assert outcome.difference == "" and outcome.plans > 12
+    assert {record[1] for record in records(path)} >= {"worker_lost", "worker_draining", "hand_over"}
+
+    forgetful = tmp_path / "forgetful"
+    with forgetful.open("wb") as file:
+        for record in records(path):
+            if record[1] == "worker_lost":
+                record[4] = False
+            file.write(msgpack.packb(record))
+    assert feed(forgetful, SchedulerCore(LIMITS)).difference
 
 
 @pytest.mark.parametrize(
