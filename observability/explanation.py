@@ -73,6 +73,12 @@ def pieces(report: Report) -> list[Interval]:
             replace(one, begin_ns=one.begin_ns + offset, end_ns=one.end_ns + offset)
             for one in _life(request, choice, max(request.submitted_ns, end_ns), report.steps)
         ]
+        if request.attempt > 1 and answer is not None and answer.accepted_ns:
+            before = Interval(
+                answer.accepted_ns, request.submitted_ns + offset, "interrupted",
+                f"another scheduler had it before; resumed as attempt {request.attempt}",
+            )  # fmt: skip
+            found = sorted([*found, before], key=lambda one: one.begin_ns)
     if answer is not None and answer.finished_ns:
         found += _after(answer, found[-1].end_ns if found else answer.received_ns)
     return list(_contiguous(found))
@@ -122,7 +128,7 @@ def _after(answer: AnswerTrace, at: int) -> Iterator[Interval]:
 def _life(request: RequestTrace, choice: ChoiceTrace, end_ns: int, steps: Sequence[StepTrace]) -> Iterator[Interval]:
     at = request.submitted_ns
     if not choice.stays:
-        yield from _queued("queue", request.request_id, choice, at, end_ns, steps)
+        yield from _waited(request.request_id, choice, at, end_ns, steps, None)
         return
     usual = _usual_us(steps)
     left: Stay | None = None
@@ -136,17 +142,35 @@ def _life(request: RequestTrace, choice: ChoiceTrace, end_ns: int, steps: Sequen
             begin = min(next(joined, 0) or until, until)
             yield from _life(request, parent, begin, steps)
         else:
-            yield from _queued("preempted" if left else "queue", request.request_id, choice, at, begin, steps, left)
-        yield from _ran(request.request_id, choice, stay, begin, until, steps, usual, again=left is not None)
+            yield from _waited(request.request_id, choice, at, begin, steps, left)
+        again = "" if left is None else "interruption" if left.interrupted else "preemption"
+        yield from _ran(request.request_id, choice, stay, begin, until, steps, usual, again)
         at, left = until, stay
         if at >= end_ns:
             return
-    yield from _queued("preempted", request.request_id, choice, at, end_ns, steps, left)
+    yield from _waited(request.request_id, choice, at, end_ns, steps, left)
+
+
+def _waited(
+    request_id: str, choice: ChoiceTrace, at: int, end: int, steps: Sequence[StepTrace], left: Stay | None
+) -> Iterator[Interval]:
+    """Between two stays: in the queue, preempted (``left``: the stay before), or between two attempts."""
+    if left is not None and left.interrupted:
+        left = None
+    for one in choice.interruptions:
+        if at <= one.at_ns < end:
+            if one.at_ns > at:
+                yield from _queued("preempted" if left else "queue", request_id, one.causes, at, one.at_ns, steps, left)
+            at, left = min(one.resumed_ns, end), None
+            yield Interval(one.at_ns, at, "interrupted", f"{one.why}; resumed as attempt {one.attempt}")
+    if at < end:
+        causes = [cause for one in choice.interruptions for cause in one.causes] + choice.causes
+        yield from _queued("preempted" if left else "queue", request_id, causes, at, end, steps, left)
 
 
 def _queued(
-    stage: str, request_id: str, choice: ChoiceTrace, begin: int, end: int, steps: Sequence[StepTrace],
-    left: Stay | None = None,
+    stage: str, request_id: str, causes: Sequence[tuple[int, str, str]], begin: int, end: int,
+    steps: Sequence[StepTrace], left: Stay | None = None,
 ) -> Iterator[Interval]:  # fmt: skip
     """Waiting, cut where its cause changed: what the scheduler noted of it, or else what the head of the queue lacked.
 
@@ -157,9 +181,7 @@ def _queued(
     by = left.by if left is not None else ""
     back = f"{reason}; it comes back later: " if left is not None else ""
     changes = [
-        (since, back + LACKS.get(lack, lack), other or by)
-        for since, lack, other in choice.causes
-        if begin <= since < end
+        (since, back + LACKS.get(lack, lack), other or by) for since, lack, other in causes if begin <= since < end
     ]
     marks = {begin: (reason, by)}
     own: tuple[str, str] | None = None
@@ -190,9 +212,9 @@ def _queued(
 
 def _ran(
     request_id: str, choice: ChoiceTrace, stay: Stay, at: int, end: int, steps: Sequence[StepTrace], usual_us: float,
-    again: bool,
+    again: str,
 ) -> Iterator[Interval]:  # fmt: skip
-    """In the batch: step by step, from result to result. ``again``: it comes back after a preemption."""
+    """In the batch: step by step, from result to result. ``again``: after what it comes back, if it does."""
     todo = stay.known - stay.cached
     note = f"{stay.cached:,} of {stay.known:,} tokens were cached" if 0 < stay.cached < stay.known else ""
     expected = stay.first_step
@@ -226,7 +248,7 @@ def _ran(
     if at < end and expected == stay.first_step and choice.first_token_ns:
         yield from _forgotten(at, end, choice, todo)
     elif at < end:
-        cause = choice.end if choice.end.startswith("lost") else "the worker's result is awaited"
+        cause = stay.why_left if stay.interrupted else "the worker's result is awaited"
         yield Interval(at, end, "prefill" if todo > 0 else "decode", cause)
 
 
@@ -238,14 +260,14 @@ def _forgotten(begin: int, end: int, choice: ChoiceTrace, todo: int) -> Iterator
             yield Interval(at, until, stage, "its steps are not remembered one by one")
 
 
-def _why_prefill(step: StepTrace, todo: int, own: int, others: int, again: bool) -> str:
+def _why_prefill(step: StepTrace, todo: int, own: int, others: int, again: str) -> str:
     if own < todo and others > own:
         return "the token budget went to other prompts" if not own else "most of the token budget went to other prompts"
     if own < todo and step.decodes > own:
         return "the token budget went to decodes" if not own else "most of the token budget went to decodes"
     beside = "beside prompts of others" if others else ""
     if again:
-        return "recompute after the preemption" + (f", {beside}" if beside else "")
+        return f"recompute after the {again}" + (f", {beside}" if beside else "")
     return beside
 
 

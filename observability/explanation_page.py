@@ -64,7 +64,8 @@ def summary(request: RequestTrace) -> dict[str, Any]:
         "prompt_tokens": request.prompt_len,
         "generated_tokens": sum(choice.generated for choice in request.choices.values()),
         "choices": len(request.choices),
-        "preemptions": sum(max(0, len(choice.stays) - 1) for choice in request.choices.values()),
+        "preemptions": sum(not stay.interrupted for choice in request.choices.values() for stay in choice.stays[:-1]),
+        "interruptions": max((len(choice.interruptions) for choice in request.choices.values()), default=0),
         "live": request.live,
         "answered": request.answer is not None,  # its gateway has told its part
         "end": "; ".join(sorted({choice.end for choice in request.choices.values() if choice.end})),

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from scheduler.core.events import CoreEvent, Ended, Failed, Preempted
 from scheduler.core.sequence import Sequence as CoreSequence
-from shared.flight_record import AnswerTrace, ChoiceTrace, Report, RequestTrace, Stay, StepTrace
+from shared.flight_record import AnswerTrace, ChoiceTrace, Interruption, Report, RequestTrace, Stay, StepTrace
 from shared.messages import StepPlan, StepResult, Submit
 
 MOST_STEPS_TOLD = 4096
@@ -57,10 +57,42 @@ class FlightRecorder:
     # --- what happened ----------------------------------------------------------------------------------------------
 
     def submitted(self, submit: Submit, sequences: Iterable[CoreSequence], position: int, now: int) -> None:
-        """A request was accepted; ``sequences`` are its choices."""
+        """A request was accepted; ``sequences`` are its choices, without those that are done. It may be resumed."""
+        known = self._requests.get(submit.request_id)
+        if known is not None:
+            for sequence in sequences:
+                self._resumed(known, sequence, submit.attempt, now)
+            return
         choices = {one.choice: ChoiceTrace(one.choice, one.causes) for one in sequences}
         self._requests[submit.request_id] = record = _trace(submit, now, position, choices)
         self._name(record)
+        self._trim()
+
+    def _resumed(self, record: RequestTrace, sequence: CoreSequence, attempt: int, now: int) -> None:
+        """Its life goes on. Its gateway may have noticed the loss before this scheduler did."""
+        choice = record.choices.get(sequence.choice)
+        if choice is None:  # a later choice of a request that came here half done
+            record.choices[sequence.choice] = ChoiceTrace(sequence.choice, sequence.causes)
+            return
+        at, why = (choice.ended_ns, choice.end) if choice.interrupted else (now, "lost: noticed by its gateway")
+        if choice.stays and not choice.stays[-1].left_ns:
+            choice.stays[-1].left_ns, choice.stays[-1].why_left = at, why
+        choice.interruptions.append(Interruption(at, why, now, attempt, choice.causes))
+        choice.causes, choice.end, choice.ended_ns = sequence.causes, "", 0
+
+    def leads_no_more(self, now: int) -> None:
+        """Another scheduler goes on with what was live."""
+        for worker in {worker for worker, _ in (*self._open, *self._slots)}:
+            self.worker_lost(worker)
+        why = "lost: this scheduler stopped leading"
+        for record in self._requests.values():
+            if record.live:
+                for choice in record.choices.values():
+                    if not choice.end:
+                        choice.end, choice.ended_ns = why, now
+                        if choice.stays and not choice.stays[-1].left_ns:
+                            choice.stays[-1].left_ns, choice.stays[-1].why_left = now, why
+                self._ended.append(record.request_id)
         self._trim()
 
     def planned(self, plan: StepPlan, events: Sequence[CoreEvent], queue: Queue, now: int) -> None:
@@ -277,7 +309,7 @@ def _trace(submit: Submit, now: int, position: int, choices: dict[int, ChoiceTra
     return RequestTrace(
         submit.request_id, submit.gateway, submit.tenant, submit.priority, len(submit.prompt) // 4,
         submit.sampling.max_tokens, now, position, choices, submit.traceparent, arrival_ns=submit.arrival_ns,
-        client_id=submit.client_id, answer_id=submit.answer_id,
+        client_id=submit.client_id, answer_id=submit.answer_id, attempt=submit.attempt,
     )  # fmt: skip
 
 

@@ -26,21 +26,23 @@ class Span:
 def spans_of(choice: ChoiceTrace, submitted_ns: int, ended_ns: int, error: str, lost: bool) -> Iterator[Span]:
     """Where one choice was while no worker ran it, and what a lost worker could not tell of itself.
 
+    Of a resumed request only what came since it was submitted again: the attempt before has its spans already.
     ``error`` goes to the span in which it ended, if it is one of these; ``lost``: its worker has taken its spans along.
     """
-    admitted_ns = choice.stays[0].admitted_ns if choice.stays else ended_ns
+    stays = [stay for stay in choice.stays if stay.admitted_ns >= submitted_ns]
+    admitted_ns = stays[0].admitted_ns if stays else ended_ns
     yield Span(
         names.QUEUE, submitted_ns, admitted_ns, {}, _waits(choice, submitted_ns, admitted_ns),
-        "" if choice.stays else error,
+        "" if stays else error,
     )  # fmt: skip
-    for index, stay in enumerate(choice.stays):
-        last = index + 1 == len(choice.stays)
+    for index, stay in enumerate(stays):
+        last = index + 1 == len(stays)
         if last and (not stay.left_ns or stay.left_ns >= ended_ns):
             if lost:
                 about: Attributes = {names.WORKER: stay.worker, names.STEP_NUMBER: stay.first_step}
                 yield Span(names.LOST, stay.admitted_ns, ended_ns, about, [], error)
             return
-        back_ns = ended_ns if last else choice.stays[index + 1].admitted_ns
+        back_ns = ended_ns if last else stays[index + 1].admitted_ns
         about = {names.WORKER: stay.worker, names.CAUSE: stay.why_left, names.PREEMPTED_BY: stay.by}
         waits = _waits(choice, stay.left_ns, back_ns)
         yield Span(names.PREEMPTED, stay.left_ns, back_ns, about, waits, error if last else "")

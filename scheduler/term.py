@@ -101,8 +101,7 @@ class Term:
         """Plan and hear nothing any more."""
         self._plans.close()
         self.presence.close()
-        for worker in list(self._plans.links):
-            self._means.recorder.worker_lost(worker)
+        self._means.recorder.leads_no_more(time.monotonic_ns())
         for subscription in self._subscriptions:
             await subscription.unsubscribe()
 

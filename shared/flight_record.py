@@ -53,9 +53,28 @@ class Stay(msgspec.Struct, array_like=True):
         return self.known - self.cached - self.done
 
     @property
+    def interrupted(self) -> bool:
+        """It ended with its worker or its scheduler, not by a preemption or an end of its own."""
+        return self.why_left.startswith(INTERRUPTED)
+
+    @property
     def forked(self) -> bool:
         """It joined with another choice's tokens and blocks, and samples from that one's logits."""
         return self.cached == self.known
+
+
+INTERRUPTED = ("lost", "moved")
+"""How the ends begin after which a gateway submits a request again."""
+
+
+class Interruption(msgspec.Struct, array_like=True):
+    """Between two attempts."""
+
+    at_ns: int
+    why: str
+    resumed_ns: int  # when it was submitted again
+    attempt: int  # as which it goes on
+    causes: list[tuple[int, str, str]]  # why it waited in the attempt before
 
 
 class ChoiceTrace(msgspec.Struct, array_like=True):
@@ -66,6 +85,12 @@ class ChoiceTrace(msgspec.Struct, array_like=True):
     ended_ns: int = 0
     generated: int = 0
     first_token_ns: int = 0  # when the result with its first token was in
+    interruptions: list[Interruption] = []
+
+    @property
+    def interrupted(self) -> bool:
+        """It has ended in a way after which its gateway submits it again."""
+        return self.end.startswith(INTERRUPTED)
 
 
 class AnswerTrace(msgspec.Struct, array_like=True):
@@ -99,6 +124,7 @@ class RequestTrace(msgspec.Struct, array_like=True):
     arrival_ns: int = 0  # at its gateway, unix time: the same for all prompts of one call
     client_id: str = ""  # as in AnswerTrace; known from its submission on
     answer_id: str = ""
+    attempt: int = 1  # the first that came to this scheduler: those before it were another one's
 
     @property
     def live(self) -> bool:

@@ -42,6 +42,14 @@ class RecordedBox(Box):
         self.recorder.settled(result, self.now)
         self._tell()
 
+    def lose(self, worker: str = "w0") -> None:
+        """The worker dies and is started again at once, with nothing in its pages."""
+        capacity = self.core.workers[worker].capacity
+        self.recorder.worker_lost(worker)
+        self.events += self.core.worker_lost(worker, "its worker is gone", self.now)
+        self._tell()
+        self.add_worker(worker, capacity, incarnation=2)
+
     def _tell(self) -> None:
         self.recorder.told(self.events[self._told :])
         self._told = len(self.events)
