@@ -19,7 +19,7 @@ from collections.abc import Callable
 from gateway.awake_clock import AwakeClock
 from gateway.config import GatewayConfig
 from gateway.errors import interrupted, invalid, late
-from gateway.ledger import Broken, Ledger, Lost, PromptPiece, RequestRecord, Update
+from gateway.ledger import Broken, Ledger, Lost, Progress, RequestRecord, Update
 from gateway.mesh_view import MeshView
 from gateway.metrics import GatewayMetrics
 from gateway.offering import Offers, Part
@@ -28,6 +28,7 @@ from observability.tracing import Tracing
 from shared.bus import Bus, BusUnavailable, PayloadTooLarge
 from shared.flight_record import AnswerTrace
 from shared.messages import (
+    MAX_EPOCH,
     Answered,
     AnyMessage,
     BadMessage,
@@ -175,7 +176,7 @@ class Dispatch:
         losses = self._losses()
         if losses != self._losses_seen:
             self._losses_seen = losses
-            self._lose_all("reconnect", "the connection to the mesh was interrupted", self.ledger.epoch + 1)
+            self._lose_all("reconnect", "the connection to the mesh was interrupted", MAX_EPOCH)
 
     def _lose_all(self, cause: str, reason: str, below_epoch: int) -> None:
         """Have everything resumed that a scheduler of a lower epoch has accepted."""
@@ -197,14 +198,12 @@ class Dispatch:
 
     def _deliver(self, record: RequestRecord[Part], update: Update, now_s: float) -> None:
         flight = record.owner.flight
-        if isinstance(update, Lost):
-            self._lose(record, update.cause, update.reason, self._clock.read(now_s))
-            return
-        if isinstance(update, Broken):
-            flight.fail_interrupted(update.reason)
-            return
-        if isinstance(update, PromptPiece):
-            if record.owner.prompt is not None:
+        if not isinstance(update, Progress):
+            if isinstance(update, Lost):
+                self._lose(record, update.cause, update.reason, self._clock.read(now_s))
+            elif isinstance(update, Broken):
+                flight.fail_interrupted(update.reason)
+            elif record.owner.prompt is not None:
                 record.owner.prompt.logprobs += update.logprobs
             return
         if record.interrupted_s is not None:
@@ -243,7 +242,7 @@ class Dispatch:
             log.info("scheduler %s leads with epoch %d", message.scheduler, message.epoch)
             self.ledger.epoch = self.mesh.epoch
             self._lose_all("epoch", "the scheduler has changed", message.epoch)
-        if message.epoch == self.mesh.epoch:
+        if 0 < message.epoch == self.mesh.epoch:
             self._heard_s = self._clock.read(now_s)
             self._offers.beat_heard()
 
