@@ -263,6 +263,29 @@ def test_b12_clients_that_leave_free_everything(simulated: Mesh) -> None:
     assert simulated.metrics(simulated.scheduler)[NEW_TOKENS] - made == 4
 
 
+def test_b12_clients_that_leave_while_their_worker_is_away_free_everything(simulated: Mesh) -> None:
+    simulated.quiescence()
+    aborted = 'headrace_gateway_requests_total{endpoint="completions",outcome="aborted"}'
+    before = simulated.metrics(simulated.gateway).get(aborted, 0)
+    with contextlib.ExitStack() as streams:
+        for index in range(20):
+            lines = streams.enter_context(
+                open_stream(simulated, prompt=f"left {index}", max_tokens=1500, ignore_eos=True)
+            )
+            got = Streamed()
+            while len(got.events) < 3:
+                got.add(next(lines))
+        simulated.workers[0].kill()
+        simulated.wait_ready(False)
+    eventually(lambda: simulated.metrics(simulated.gateway).get(aborted, 0) - before == 20, "all have left")
+    made = simulated.metrics(simulated.scheduler)[NEW_TOKENS]
+    simulated.workers[0] = simulated.start_worker()
+    simulated.wait_ready()
+    simulated.answer(prompt="after", max_tokens=4, ignore_eos=True)
+    simulated.quiescence()
+    eventually(lambda: simulated.metrics(simulated.scheduler)[NEW_TOKENS] - made == 4, "nothing is made for them")
+
+
 # --- B13 --------------------------------------------------------------------------------------------------------------
 
 
