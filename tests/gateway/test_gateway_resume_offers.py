@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Iterable
 
 import pytest
 from in_process_bus import InProcessBus
+from this_thread import patch_here
 
 from gateway import offering
 from gateway.choice_text import NoText
@@ -283,7 +284,7 @@ def test_what_is_lost_without_progress_is_not_offered_as_fast_as_can_be(monkeypa
             pauses.append(pause_s)
         await sleep(0)
 
-    monkeypatch.setattr(asyncio, "sleep", no_sleep)
+    patch_here(monkeypatch, asyncio, "sleep", no_sleep)
 
     async def scene(mesh: Mesh) -> None:
         record = mesh.open("r")
@@ -304,7 +305,7 @@ def test_an_offer_that_stood_still_is_not_over(monkeypatch: pytest.MonkeyPatch) 
     """A stop of this process, however long, is not the scheduler's: who waited for a reply asks again."""
     clock = time.monotonic
     stood_s = 0.0
-    monkeypatch.setattr(time, "monotonic", lambda: clock() + stood_s)
+    patch_here(monkeypatch, time, "monotonic", lambda: clock() + stood_s)
 
     async def scene(mesh: Mesh) -> None:
         nonlocal stood_s
