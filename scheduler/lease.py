@@ -17,6 +17,7 @@ import msgspec
 from scheduler.metrics import SchedulerMetrics
 from shared.jetstream import Conflict, KeyStore, StoreUnavailable
 from shared.messages import MAX_EPOCH
+from shared.supervision import STANDS_BY, tell
 
 log = logging.getLogger("headrace.scheduler")
 
@@ -164,6 +165,7 @@ class LeaseKeeper:
                 if not waits:
                     waits = True
                     log.info("stands by: scheduler %s leads", self._view.leader or "of an unknown name")
+                    tell(STANDS_BY)
             except Conflict:
                 pass  # another one was quicker
             except StoreUnavailable as error:

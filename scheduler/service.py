@@ -34,6 +34,7 @@ from shared.messages import (
 )
 from shared.outbox import Outbox
 from shared.subjects import Subjects
+from shared.supervision import LEADS, tell
 
 log = logging.getLogger("headrace.scheduler")
 
@@ -148,6 +149,7 @@ class SchedulerService:
         self._metrics.leading.set(1)
         self._metrics.epoch.set(term.epoch)
         log.info("scheduler %s leads mesh %s in epoch %d", self.name, self._config.mesh, term.epoch)
+        tell(LEADS)
 
     async def _keep(self, term: Term) -> None:
         self._depose(await self._lease.keep(term.regained))
