@@ -82,13 +82,11 @@ class Sampling(Message, frozen=True):
     want_score: bool = False  # report the cumulative log-probability of each choice at its end (best_of)
     presence_penalty: float = 0.0  # off the logit of every token that the output has (OpenAI)
     frequency_penalty: float = 0.0  # off it for each time that the output has it (OpenAI)
-    repetition_penalty: float = (
-        1.0  # of tokens that prompt or output have: positive logits / p, negative ones * p (CTRL)
-    )
+    # Of tokens that prompt or output have: positive logits / p, negative ones * p (CTRL).
+    repetition_penalty: float = 1.0
     logit_bias: list[tuple[int, float]] = []  # (token id, added to its logit)
-    logprobs: int = (
-        -1
-    )  # of each output token, with so many alternatives; -1: none. Of the model, before all of the above
+    # Of each output token, with so many alternatives; -1: none. Of the model, before all of the above.
+    logprobs: int = -1
     # The same for the prompt's tokens, from the second on. What the prefix cache holds is not computed and has none:
     # whoever asks gives the request (and each attempt) a cache_salt of its own.
     prompt_logprobs: int = -1
@@ -385,27 +383,13 @@ class RollCall(Message, frozen=True, tag="roll_call"):
 
 
 AnyMessage = (
-    Submit
-    | SubmitReply
-    | Cancel
-    | StepPlan
-    | Reset
-    | StepResult
-    | Need
-    | WorkerFault
-    | PageSnapshot
-    | TokenBatch
-    | RequestEvent
-    | WorkerBeat
-    | SchedulerBeat
-    | GatewayBeat
-    | RollCall
-    | Answered
-)
+    Submit | SubmitReply | Cancel | StepPlan | Reset | StepResult | Need | WorkerFault | PageSnapshot | TokenBatch
+    | RequestEvent | WorkerBeat | SchedulerBeat | GatewayBeat | RollCall | Answered
+)  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[tuple[int, int, AnyMessage]] = msgspec.msgpack.Decoder(tuple[int, int, AnyMessage])
-_envelope: msgspec.msgpack.Decoder[tuple[int, int, msgspec.Raw]] = msgspec.msgpack.Decoder(tuple[int, int, msgspec.Raw])
+_version = msgspec.msgpack.Decoder(tuple[int, int, msgspec.Raw])
 
 
 class BadMessage(ValueError):
@@ -420,17 +404,18 @@ def decode(payload: bytes) -> AnyMessage:
     """Decode and validate any message; :class:`BadMessage` if it is none, or of another major version."""
     try:
         major, _, message = _decoder.decode(payload)
+        if major == PROTOCOL[0]:
+            return message
+        reason = ""
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise BadMessage(_version_clash(payload) or str(error)) from None
-    if major != PROTOCOL[0]:
-        raise BadMessage(_version_clash(payload))
-    return message
+        reason = str(error)
+    raise BadMessage(_version_clash(payload) or reason)
 
 
 def _version_clash(payload: bytes) -> str:
     """Why the sender's version may be what makes a message unreadable; empty if it is ours."""
     try:
-        major, minor, _ = _envelope.decode(payload)
+        major, minor, _ = _version.decode(payload)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return ""
     if major != PROTOCOL[0] or minor > PROTOCOL[1]:
