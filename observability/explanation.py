@@ -24,6 +24,7 @@ LACKS = {
     "prefix": "most of its prompt is being computed already",
     "long contexts": "long contexts hold their share",
     "worker": "another worker is to take it",
+    "suspect": "tried in turn after a crash",
     "message": "the plan could carry no more prompts",
 }
 

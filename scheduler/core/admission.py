@@ -71,6 +71,7 @@ class Admission:
             self._settle_service()
         looked = 0
         awaiting = False
+        suspects = bool(self._suspects)
         worker.lack = (Lack.TURN, "")
         for sequence in queue.order(now):
             if pass_.free_slots <= 0:
@@ -78,7 +79,7 @@ class Admission:
                 break
             if looked > limits.backfill_window:
                 break
-            group = self._suspects.group_of(sequence) if self._suspects else 0
+            group = self._suspects.group_of(sequence) if suspects else 0
             if group in self._suspects.on_trial:  # of what is tried here or elsewhere there was no room for it yet
                 sequence.waits_for(Lack.SUSPECT, "", now)
                 continue

@@ -38,8 +38,9 @@ class ContinuousPlanner:
         draft = PlanDraft(worker, self._counters)
         decodes: list[Sequence] = []
         prefills: list[Sequence] = []
+        trial = worker.trial
         for sequence in worker.running:
-            if worker.trial and self._sits_out(worker, sequence):
+            if trial and self._sits_out(worker, sequence):
                 continue
             remaining = sequence.remaining
             if remaining == 1:
@@ -53,7 +54,6 @@ class ContinuousPlanner:
                 del decodes[max(0, limits.max_num_batched_tokens - need) :]
         preempted = self._grow(worker, decodes, prefills, draft, now, events)
         if not preempted:
-            trial = worker.trial
             joined = self._resume(worker, draft, now, events)
             if kept_out := next((one for one in worker.preempted if not self._sits_out(worker, one)), None):
                 worker.lack = (Lack.PREEMPTED, kept_out.request_id)

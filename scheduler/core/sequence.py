@@ -40,7 +40,7 @@ class Lack(StrEnum):
     PREFIX = "prefix"  # another sequence is computing most of its prompt
     LONG = "long contexts"  # long contexts hold their share
     WORKER = "worker"  # another worker is to take it
-    SUSPECT = "tried in turn after a crash"  # the requests that ran when a worker ended run in groups of their own
+    SUSPECT = "suspect"  # what ran when a worker ended is tried in turn
     MESSAGE = "message"  # the plan carries all the prompts that fit in one message
 
 
