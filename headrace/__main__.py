@@ -16,6 +16,7 @@ from shared.model_name import GGUF_SUFFIX
 
 COMMANDS = {
     "up": "run a whole mesh on this machine: NATS, scheduler, workers, gateway",
+    "restart": "restart every process of a running `headrace up`, one by one, while it serves",
     "gateway": "run one gateway (HTTP API)",
     "scheduler": "run one scheduler",
     "worker": "run one worker (a model on a GPU or CPU)",
@@ -83,6 +84,10 @@ def _dispatch(command: str) -> Callable[[Sequence[str]], int]:
         from headrace.up import main as up
 
         return up
+    if command == "restart":
+        from headrace.restart import main as restart
+
+        return restart
     if command == "doctor":
         from headrace.doctor import main as doctor
 

@@ -1,4 +1,4 @@
-"""From settings to child processes: the command line and environment of each. Pure but for asking for free ports.
+"""From settings to child processes: their ports, and the command line and environment of each.
 
 A child gets its whole configuration by flags (they show in ``ps`` what runs) and its secrets by environment (which
 only its owner can read). It inherits no other ``HEADRACE_*`` variable and no file: what ``up`` resolved is what holds.
@@ -7,23 +7,23 @@ only its owner can read). It inherits no other ``HEADRACE_*`` variable and no fi
 from __future__ import annotations
 
 import dataclasses
-import errno
 import json
 import os
 import secrets
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from headrace.models.cache import CACHE_ENV
 from headrace.models.default import DEFAULT_MODEL_ID, DEFAULT_VOCAB_SIZE
 from headrace.settings import UpSettings
+from headrace.sockets import CLIENTS, PortTaken, Sockets
 from headrace.supervisor import ChildSpec
 from kernels.cpu.library import ISA_ENV
-from shared.config import ENV_PREFIX, ConfigError, MeshConfig, options_of
-from shared.ports import listen_problem
+from shared.config import ENV_PREFIX, MeshConfig, options_of
+from shared.supervision import METRICS
 
 GATEWAY_STAGE, MESH_STAGE, NATS_STAGE = 0, 1, 2
 """Stopping order: no new work and open streams finished first, the bus last."""
@@ -31,9 +31,8 @@ GATEWAY_STAGE, MESH_STAGE, NATS_STAGE = 0, 1, 2
 MESH_GRACE_S = 10.0
 """For scheduler and workers, which have nothing left to do once the gateway has drained."""
 
-
-class PortTaken(ConfigError):
-    """Somebody listens there."""
+OTHER_NAME = "-b"
+"""Behind the name on the bus of every second process of a row: two that follow one another run side by side."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,39 +44,40 @@ class Mesh:
     nats_url: str
     nats_token: str
     nats_passwords: Mapping[str, str] = dataclasses.field(default_factory=dict)  # of the embedded server, by service
+    scheduler_id: str = ""  # a lasting name: a scheduler that is started again is known for the one that was lost
 
 
-def with_ports(settings: UpSettings) -> UpSettings:
-    """``settings`` with every port checked, and port 0 of the gateway and of the scheduler's metrics made a real one.
-
-    People need both: the scheduler's is where its dashboard is, and where ``headrace explain`` asks.
+def with_ports(settings: UpSettings, sockets: Sockets) -> UpSettings:
+    """``settings`` with every port bound in ``sockets``, and port 0 made a real one.
 
     Raises ConfigError naming a port that was asked for and is taken. A *default* metrics port that is taken gives way
     to a free one, so that a second mesh needs no more than another ``--port``.
     """
     services = dict(settings.services)
-    taken: set[int] = set()
     gateway: Any = services["gateway"]
-    port = gateway.port or free_port(gateway.host)
-    check_free(gateway.host, port, "--port")
-    taken.add(port)
+    port = sockets.listen("gateway", CLIENTS, gateway.host, gateway.port, "--port")
+    taken = {port}
     services["gateway"] = dataclasses.replace(gateway, port=port)
     for name in services:
         config: Any = services[name]
-        port = config.metrics_port
-        if port == 0:
-            check_free(config.metrics_host, 0, "--metrics-host")
-        elif port in taken or (name == "worker" and settings.workers > 1):
-            port = 0
-        elif port == type(config).metrics_port:
-            port = port if is_free(config.metrics_host, port) else 0
-        else:
-            check_free(config.metrics_host, port, "--metrics-port")
-        if name == "scheduler":
-            port = port or free_port(config.metrics_host)
-        taken |= {port} - {0}
+        for child in worker_names(settings) if name == "worker" else [name]:
+            asked = config.metrics_port
+            if asked in taken or (name == "worker" and settings.workers > 1):
+                asked = 0
+            flag = "--metrics-port" if asked else "--metrics-host"
+            try:
+                port = sockets.listen(child, METRICS, config.metrics_host, asked, flag)
+            except PortTaken:
+                if asked != type(config).metrics_port:
+                    raise
+                port = sockets.listen(child, METRICS, config.metrics_host, 0, "--metrics-host")
+            taken.add(port)
         services[name] = dataclasses.replace(config, metrics_port=port)
     return dataclasses.replace(settings, services=services)
+
+
+def worker_names(settings: UpSettings) -> list[str]:
+    return ["worker"] if settings.workers == 1 else [f"worker-{index}" for index in range(settings.workers)]
 
 
 def with_api_key(settings: UpSettings) -> UpSettings:
@@ -89,9 +89,20 @@ def with_api_key(settings: UpSettings) -> UpSettings:
     return dataclasses.replace(settings, services=settings.services | {"gateway": gateway})
 
 
-def child_specs(settings: UpSettings, mesh: Mesh, environ: Mapping[str, str] | None = None) -> list[ChildSpec]:
-    """One spec per service process."""
+def child_specs(
+    settings: UpSettings, mesh: Mesh, environ: Mapping[str, str] | None = None, sockets: Sockets | None = None,
+    others: Collection[str] = (),
+) -> list[ChildSpec]:  # fmt: skip
+    """One spec per service process. Those in ``others`` have their other name on the bus."""
     environ = os.environ if environ is None else environ
+    sockets = sockets or Sockets()
+
+    def spec(name: str, service: str, config: MeshConfig, stage: int, grace_s: float) -> ChildSpec:
+        if port := sockets.metrics_port(name):
+            config = dataclasses.replace(config, metrics_port=port)  # type: ignore[call-arg]  # every service has it
+        # -P: a folder of the same name where `up` is run must not be taken for the service.
+        command = [sys.executable, "-P", "-m", service, *service_flags(config)]
+        return ChildSpec(name, command, stage, grace_s, service_environ(config, environ), sockets.of(name))
 
     def decided(service: str) -> dict[str, Any]:
         found: dict[str, Any] = {"nats": mesh.nats_url, "nats_token": mesh.nats_token}
@@ -101,25 +112,27 @@ def child_specs(settings: UpSettings, mesh: Mesh, environ: Mapping[str, str] | N
 
     model: dict[str, Any] = {"model": mesh.model_folder, "served_model_name": mesh.served_model_name}
     gateway: Any = dataclasses.replace(settings.services["gateway"], **decided("gateway"), **model)
-    scheduler = dataclasses.replace(settings.services["scheduler"], **decided("scheduler"))
+    scheduler: Any = dataclasses.replace(settings.services["scheduler"], **decided("scheduler"))
+    if scheduler_id := scheduler.scheduler_id or mesh.scheduler_id:
+        if "scheduler" in others:
+            scheduler_id += OTHER_NAME
+        scheduler = dataclasses.replace(scheduler, scheduler_id=scheduler_id)
     specs = [
-        _spec("scheduler", "scheduler", scheduler, environ, MESH_STAGE, MESH_GRACE_S),
-        _spec("gateway", "gateway", gateway, environ, GATEWAY_STAGE, gateway.drain_grace_s + MESH_GRACE_S),
+        spec("scheduler", "scheduler", scheduler, MESH_STAGE, MESH_GRACE_S),
+        spec("gateway", "gateway", gateway, GATEWAY_STAGE, gateway.drain_grace_s + MESH_GRACE_S),
     ]
-    for index in range(settings.workers):
+    for index, name in enumerate(worker_names(settings)):
         worker: Any = dataclasses.replace(settings.services["worker"], **decided("worker"), **model)
         if worker.simulate:
             worker = dataclasses.replace(worker, simulate_vocab_size=_vocab_size(worker))
         # A lasting name: a worker that is started again is known at once for the one that was lost.
-        base = worker.worker_id or "worker"
-        changes: dict[str, object] = {"worker_id": f"{base}-{index}"}
-        if settings.workers == 1 and worker.worker_id:
-            changes = {}
-        elif settings.workers > 1 and worker.threads == 0:  # else all would fight over the cores
-            changes["threads"] = max(1, _cores() // settings.workers)
-        worker = dataclasses.replace(worker, **changes)
-        name = "worker" if settings.workers == 1 else f"worker-{index}"
-        specs.append(_spec(name, "worker", worker, environ, MESH_STAGE, MESH_GRACE_S))
+        worker_id = worker.worker_id or "worker"
+        if settings.workers > 1 or not worker.worker_id:
+            worker_id = f"{worker_id}-{index}"
+        worker = dataclasses.replace(worker, worker_id=worker_id + (OTHER_NAME if name in others else ""))
+        if settings.workers > 1 and worker.threads == 0:  # else all would fight over the cores
+            worker = dataclasses.replace(worker, threads=max(1, _cores() // settings.workers))
+        specs.append(spec(name, "worker", worker, MESH_STAGE, MESH_GRACE_S))
     return specs
 
 
@@ -153,38 +166,20 @@ def service_environ(config: MeshConfig, environ: Mapping[str, str]) -> dict[str,
 
 
 def free_port(host: str) -> int:
-    with socket.create_server((host, 0), family=_family(host)) as probe:
+    with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         return int(probe.getsockname()[1])
 
 
 def is_free(host: str, port: int) -> bool:
     """False if somebody listens on ``port``. Raises ConfigError if nobody could."""
+    sockets = Sockets()
     try:
-        check_free(host, port, "")
+        sockets.listen("", "", host, port, "")
     except PortTaken:
         return False
+    finally:
+        sockets.close()
     return True
-
-
-def check_free(host: str, port: int, flag: str) -> None:
-    """Raise ConfigError, naming the port and its flag, unless ``port`` can be listened on."""
-    try:
-        socket.create_server((host, port), family=_family(host)).close()
-    except OSError as error:
-        kind = PortTaken if error.errno == errno.EADDRINUSE else ConfigError
-        raise kind(listen_problem(host, port, error, flag)) from None
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
-
-
-def _spec(
-    name: str, module: str, config: MeshConfig, environ: Mapping[str, str], stage: int, grace_s: float
-) -> ChildSpec:
-    # -P: a folder of the same name where `up` is run must not be taken for the service.
-    command = [sys.executable, "-P", "-m", module, *service_flags(config)]
-    return ChildSpec(name, command, stage, grace_s, service_environ(config, environ))
 
 
 def simulated_flags(worker: Any) -> list[str]:

@@ -30,9 +30,11 @@ def base_url(host: str, port: int, tls: bool = False) -> str:
 
 
 async def wait_until_serving(
-    url: str, model: str, report: Callable[[str], None], api_key: str = "", certificate: str = ""
+    url: str, model: str, report: Callable[[str], None], api_key: str = "", certificate: str = "", loaded: bool = False
 ) -> None:
     """Return once a completion has succeeded. Waits as long as it takes; ``report`` hears why every ten seconds.
+
+    ``loaded``: others ask as well, so that a full queue is a mesh at work, and a completion may have to wait for long.
 
     ``certificate`` is the PEM file that a gateway with HTTPS serves: it is trusted, whatever host it is for.
 
@@ -46,7 +48,7 @@ async def wait_until_serving(
     async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=5.0, headers=headers, verify=verify) as client:
         while True:
             try:
-                reason = await _try(client, model)
+                reason = await _try(client, model, loaded)
                 answered = True
             except httpx.HTTPError as error:
                 reason = f"the gateway does not answer ({str(error) or type(error).__name__})" if answered else ""
@@ -78,7 +80,7 @@ def _trusting(certificate: str) -> ssl.SSLContext:
     return context
 
 
-async def _try(client: httpx.AsyncClient, model: str) -> str:
+async def _try(client: httpx.AsyncClient, model: str, loaded: bool = False) -> str:
     """Empty once a completion has succeeded, else why not. Raises httpx.HTTPError if the gateway does not answer."""
     ready = await client.get("/ready")
     if ready.status_code != 200:
@@ -88,7 +90,7 @@ async def _try(client: httpx.AsyncClient, model: str) -> str:
     )
     if 400 <= done.status_code < 500 and done.status_code != 429:
         raise NotServing(f"a first completion was refused with {done.status_code}: {_reason(done)}")
-    return "" if done.status_code == 200 else _reason(done)
+    return "" if done.status_code == 200 or (loaded and done.status_code == 429) else _reason(done)
 
 
 def _reason(response: httpx.Response) -> str:

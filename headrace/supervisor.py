@@ -1,7 +1,10 @@
-"""Child processes kept alive together: started, shown, restarted with backoff, stopped in order, never orphaned.
+"""Child processes kept alive together: started, shown, restarted with backoff, replaced, stopped in order, never
+orphaned.
 
 Until :meth:`Supervisor.settled` is called, a child that ends with exit 2 (it cannot start as configured) ends
 everything: ``failure`` is set. Any other end is a crash, and the child is started again after a pause that doubles.
+A child is replaced by another of its name, which runs beside it until it has told that it is up (:meth:`replace`), or
+takes its place after it (:meth:`restart`).
 Each child leads its own process group, so that Ctrl-C in a terminal reaches the supervisor only, which stops the
 children in the order of their stages.
 """
@@ -12,10 +15,14 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import Callable, Mapping, Sequence
+import socket
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from headrace.inheritance import descriptors, environ_without_protocol, listen_environ, placing
+from headrace.notices import Notices
 from headrace.parent_death import die_with_parent
+from shared.supervision import NOTIFY_VARIABLE
 
 CANNOT_START = 2
 """The exit code of a process that cannot start as it is configured (see shared.lifecycle)."""
@@ -24,6 +31,7 @@ CRASHES_AT_START = 5
 """A child that crashes so often before everything has settled will not come up by itself."""
 
 LONGEST_LINE_BYTES = 1 << 20
+POLL_S = 0.02
 
 
 @dataclass(frozen=True)
@@ -35,15 +43,17 @@ class ChildSpec:
     stage: int = 0
     grace_s: float = 10.0
     env: Mapping[str, str] | None = None  # None: this process's own
+    sockets: Mapping[str, socket.socket] = field(default_factory=dict)  # listening ones that it inherits, by name
 
 
 @dataclass(frozen=True)
 class Backoff:
-    """Pauses between restarts: ``first_s``, doubled up to ``longest_s``; back to the first after ``calm_s`` alive."""
+    """Pauses between restarts: ``first_s``, doubled up to ``longest_s``; ``at_once_s`` after ``calm_s`` alive."""
 
+    at_once_s: float = 0.05
     first_s: float = 0.5
     longest_s: float = 10.0
-    calm_s: float = 30.0
+    calm_s: float = 10.0
 
 
 @dataclass(frozen=True)
@@ -55,12 +65,18 @@ class ChildFailed:
     reason: str
 
 
+class ReplacementFailed(RuntimeError):
+    """A child could not be replaced; the message is one line that says why."""
+
+
 @dataclass(eq=False)
 class _Child:
     spec: ChildSpec
+    proven: bool = True  # else it is a replacement that has still to come up, and ends with its first process
     process: asyncio.subprocess.Process | None = None
     last_line: str = ""
     restarts: int = 0
+    leaving: asyncio.Event = field(default_factory=asyncio.Event)  # its process's end is no crash
     ended: asyncio.Event = field(default_factory=asyncio.Event)  # and will not be started again
 
     def send(self, signum: int) -> None:
@@ -73,12 +89,15 @@ class Supervisor:
     """Owns the children. ``show(name, line)`` gets every line they write, and the supervisor's own about them."""
 
     def __init__(
-        self, tasks: asyncio.TaskGroup, show: Callable[[str, str], None], backoff: Backoff | None = None
-    ) -> None:
+        self, tasks: asyncio.TaskGroup, show: Callable[[str, str], None], backoff: Backoff | None = None,
+        notices: Notices | None = None,
+    ) -> None:  # fmt: skip
         self._tasks = tasks
         self._show = show
         self._backoff = backoff or Backoff()
+        self._notices = notices
         self._children: dict[str, _Child] = {}
+        self._alive: set[_Child] = set()  # these, those they have replaced, and those that are to replace them
         self._settled = False
         self._stopping = asyncio.Event()
         self._killed = False
@@ -89,8 +108,7 @@ class Supervisor:
         """Start a child and keep it alive until :meth:`stop`."""
         if spec.name in self._children:
             raise ValueError(f"two children named {spec.name}")
-        child = self._children[spec.name] = _Child(spec)
-        self._tasks.create_task(self._keep(child), name=f"keep {spec.name}")
+        self._children[spec.name] = self._kept(_Child(spec))
 
     def settled(self) -> None:
         """Everything is up: from now on every end of a child is a crash, and crashes are survived."""
@@ -104,49 +122,113 @@ class Supervisor:
         process = self._children[name].process
         return process.pid if process is not None and process.returncode is None else None
 
+    async def replace(
+        self, spec: ChildSpec, told: Collection[str], wanted: Callable[[], bool], within_s: float
+    ) -> Callable[[int, float], Awaitable[None]]:
+        """Start another child of ``spec.name`` beside the one that runs; it has the name once it tells one of ``told``.
+
+        Returns how to end the old one: ``await retire(signum, grace_s)``. Raises :class:`ReplacementFailed` if it does
+        not come up, or is not ``wanted`` any more before it has: then it is killed, and the old one stays.
+        """
+        child = self._kept(_Child(spec, proven=False))
+        try:
+            await self._until(child, told, wanted, within_s)
+        except BaseException:
+            child.leaving.set()
+            child.send(signal.SIGKILL)
+            raise
+        child.proven = True
+        old, self._children[spec.name] = self._children[spec.name], child
+        old.leaving.set()
+        return lambda signum, grace_s: self._stop(old, signum, grace_s)
+
+    async def restart(self, name: str, grace_s: float) -> None:
+        """Stop a child and start it again. Raises :class:`ReplacementFailed` if everything is being stopped."""
+        old = self._children[name]
+        old.leaving.set()
+        await self._stop(old, grace_s=grace_s)
+        if self._stopping.is_set():
+            raise ReplacementFailed("everything is being stopped")
+        self._children[name] = self._kept(_Child(old.spec))
+
+    async def until(self, name: str, told: Collection[str], within_s: float) -> None:
+        """Return once child ``name`` tells one of ``told``. Raises :class:`ReplacementFailed` if it does not."""
+        await self._until(self._children[name], told, lambda: True, within_s)
+
     async def stop(self) -> None:
         """Stop every child, stage after stage: SIGTERM, and SIGKILL once its grace is over."""
         self._stopping.set()
-        for stage in sorted({child.spec.stage for child in self._children.values()}):
-            members = [child for child in self._children.values() if child.spec.stage == stage]
+        for child in self._alive:
+            child.leaving.set()
+        while self._alive:
+            stage = min(child.spec.stage for child in self._alive)
+            members = [child for child in self._alive if child.spec.stage == stage]
             await asyncio.gather(*(self._stop(child) for child in members))
 
     def kill(self) -> None:
         """SIGKILL every child at once. :meth:`stop` then returns soon."""
         self._killed = True
         self._stopping.set()
-        for child in self._children.values():
+        for child in self._alive:
+            child.leaving.set()
             child.send(signal.SIGKILL)
 
-    async def _stop(self, child: _Child) -> None:
-        child.send(signal.SIGKILL if self._killed else signal.SIGTERM)
+    def _kept(self, child: _Child) -> _Child:
+        if self._stopping.is_set():
+            child.leaving.set()
+        self._alive.add(child)
+        self._tasks.create_task(self._keep(child), name=f"keep {child.spec.name}")
+        return child
+
+    async def _until(self, child: _Child, told: Collection[str], wanted: Callable[[], bool], within_s: float) -> None:
+        if self._notices is None:
+            raise ReplacementFailed("nobody could be told that it is up")
+        deadline = asyncio.get_running_loop().time() + within_s
+        while child.process is None or self._notices.told(child.process.pid) not in told:
+            if child.leaving.is_set():
+                raise ReplacementFailed("everything is being stopped")
+            if child.ended.is_set():
+                raise ReplacementFailed(child.last_line.removeprefix("headrace: ") or "it ended at once")
+            if not wanted():
+                raise ReplacementFailed("nobody waits for it any more")
+            if asyncio.get_running_loop().time() >= deadline:
+                raise ReplacementFailed(f"it was not up within {within_s:g} s")
+            await asyncio.sleep(POLL_S)
+
+    async def _stop(self, child: _Child, signum: int = signal.SIGTERM, grace_s: float | None = None) -> None:
+        grace_s = child.spec.grace_s if grace_s is None else grace_s
+        child.send(signal.SIGKILL if self._killed else signum)
         try:
-            async with asyncio.timeout(child.spec.grace_s):
+            async with asyncio.timeout(grace_s):
                 await child.ended.wait()
         except TimeoutError:
-            self._show(child.spec.name, f"did not stop within {child.spec.grace_s:g} s and is killed")
+            self._show(child.spec.name, f"did not stop within {grace_s:g} s and is killed")
             child.send(signal.SIGKILL)
             await child.ended.wait()
 
     async def _keep(self, child: _Child) -> None:
         try:
             pause_s = self._backoff.first_s
-            while not self._stopping.is_set():
+            while not child.leaving.is_set():
                 lived_s, code = await self._run(child)
-                if self._stopping.is_set():
+                if child.leaving.is_set():
+                    return
+                if not child.proven:
+                    child.last_line = child.last_line or _how(code)
                     return
                 if not self._settled and (code == CANNOT_START or child.restarts + 1 >= CRASHES_AT_START):
                     self._fail(child, code)
                     return
-                if lived_s >= self._backoff.calm_s:
-                    pause_s = self._backoff.first_s
+                if calm := lived_s >= self._backoff.calm_s:
+                    pause_s = self._backoff.at_once_s
                 self._show(child.spec.name, f"{_how(code)}; starting it again in {pause_s:g} s")
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(pause_s):
-                        await self._stopping.wait()
+                        await child.leaving.wait()
                 child.restarts += 1
-                pause_s = min(pause_s * 2, self._backoff.longest_s)
+                pause_s = self._backoff.first_s if calm else min(pause_s * 2, self._backoff.longest_s)
         finally:
+            self._alive.discard(child)
             child.ended.set()
 
     async def _run(self, child: _Child) -> tuple[float, int]:
@@ -156,20 +238,21 @@ class Supervisor:
         try:
             process = await asyncio.create_subprocess_exec(
                 *child.spec.command,
-                env=child.spec.env,
+                env=self._environ(child.spec),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
                 limit=LONGEST_LINE_BYTES,
                 start_new_session=True,
-                preexec_fn=die_with_parent(),
+                preexec_fn=placing(child.spec.sockets, die_with_parent()),
+                pass_fds=descriptors(child.spec.sockets),
             )
         except OSError as error:
             child.last_line = f"{child.spec.command[0]}: {error.strerror}"
             self._show(child.spec.name, child.last_line)
             return 0.0, CANNOT_START
         child.process = process
-        if self._stopping.is_set():  # stop() came while the process was being made, and could not reach it
+        if child.leaving.is_set():  # that came while the process was being made, and could not reach it
             child.send(signal.SIGKILL if self._killed else signal.SIGTERM)
         assert process.stdout is not None
         reader = asyncio.ensure_future(self._read(child, process.stdout))
@@ -183,7 +266,14 @@ class Supervisor:
                     await reader
         finally:
             reader.cancel()
+            if self._notices is not None:
+                self._notices.forget(process.pid)
         return loop.time() - started, code
+
+    def _environ(self, spec: ChildSpec) -> dict[str, str]:
+        given = environ_without_protocol(os.environ if spec.env is None else spec.env)
+        notify = {NOTIFY_VARIABLE: str(self._notices.path)} if self._notices is not None else {}
+        return given | listen_environ(spec.sockets) | notify
 
     async def _read(self, child: _Child, stream: asyncio.StreamReader) -> None:
         while True:

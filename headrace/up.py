@@ -1,4 +1,4 @@
-"""``headrace up``: a whole mesh on one machine, supervised, until Ctrl-C."""
+"""``headrace up``: a whole mesh on one machine, supervised, until Ctrl-C; and ``headrace restart`` answered."""
 
 from __future__ import annotations
 
@@ -10,14 +10,21 @@ from pathlib import Path
 from typing import Any
 
 from headrace.child_output import show
+from headrace.control import ControlServer
 from headrace.launch import NATS_STAGE, Mesh, child_specs, with_api_key, with_ports
 from headrace.models import ModelError, resolve_model
-from headrace.nats_server import NatsServer, NatsServerError
+from headrace.nats_server import FOLDER_PREFIX, NatsServer, NatsServerError
+from headrace.notices import Notices
 from headrace.readiness import NotServing, base_url, curl_line, has_chat_template, wait_until_serving
+from headrace.rolling import NATS_GRACE_S, Rolling
+from headrace.runtime_folder import CONTROL, NOTIFY, control_socket, removed_if_stale, runtime_folder
 from headrace.settings import DEFAULT_SCHEDULER, UpSettings, read_settings
+from headrace.sockets import Sockets
+from headrace.stale_folders import delete_stale
 from headrace.supervisor import CANNOT_START, ChildSpec, Supervisor
 from headrace.up_checks import check
 from shared.config import ConfigError
+from shared.ids import new_process_id
 
 OK, FAULT, INTERRUPTED = 0, 1, 130
 
@@ -25,21 +32,26 @@ OK, FAULT, INTERRUPTED = 0, 1, 130
 def main(argv: Sequence[str]) -> int:
     """Exit 0: asked to stop, and stopped. 1: a fault. 2: cannot start as configured. 130: stopped by force."""
     settings = read_settings(argv)
+    sockets = Sockets()
+    server: NatsServer | None = None
     try:
-        check(settings)
-        settings = with_api_key(with_ports(settings))  # before anything is fetched or started
-        if settings.file is not None:
-            say(f"configuration from {settings.file}")
-        folder, name = resolve_model(settings.model, say)
-        server = NatsServer(users=True) if settings.own_nats else None
-    except (ConfigError, ModelError, NatsServerError) as error:
-        say(str(error))
-        return CANNOT_START
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    try:
-        return asyncio.run(_run(settings, folder, settings.served_model_name or name, server))
+        try:
+            check(settings)
+            settings = with_api_key(with_ports(settings, sockets))  # before anything is fetched or started
+            if settings.file is not None:
+                say(f"configuration from {settings.file}")
+            folder, name = resolve_model(settings.model, say)
+            if settings.own_nats:
+                delete_stale(FOLDER_PREFIX)
+                server = NatsServer(users=True)
+        except (ConfigError, ModelError, NatsServerError) as error:
+            say(str(error))
+            return CANNOT_START
+        except KeyboardInterrupt:
+            return INTERRUPTED
+        return asyncio.run(_run(settings, folder, settings.served_model_name or name, server, sockets))
     finally:
+        sockets.close()
         if server is not None:
             server.close()
 
@@ -48,10 +60,11 @@ def say(line: str) -> None:
     print(f"headrace: {line}", file=sys.stderr, flush=True)
 
 
-async def _run(settings: UpSettings, folder: str, model: str, server: NatsServer | None) -> int:
+async def _run(settings: UpSettings, folder: str, model: str, server: NatsServer | None, sockets: Sockets) -> int:
     stop, forced = asyncio.Event(), False
     async with asyncio.TaskGroup() as tasks:
-        supervisor = Supervisor(tasks, show)
+        up = _Up(settings, folder, model, server, sockets, tasks)
+        supervisor = up.supervisor
 
         def on_signal() -> None:
             nonlocal forced
@@ -66,8 +79,7 @@ async def _run(settings: UpSettings, folder: str, model: str, server: NatsServer
 
         code = OK
         try:
-            up = _bring_up(settings, folder, model, server, supervisor)
-            if await _unless(up, stop, supervisor.failed):
+            if await _unless(up.bring_up(), stop, supervisor.failed):
                 await _unless(_forever(), stop, supervisor.failed)
         except (NotServing, NatsServerError) as error:
             say(str(error))
@@ -78,32 +90,85 @@ async def _run(settings: UpSettings, folder: str, model: str, server: NatsServer
             code = CANNOT_START if supervisor.failure.code == CANNOT_START else FAULT
         elif code == OK:
             say("stopping: open requests are finished first; Ctrl-C again stops at once")
-        await supervisor.stop()
+        await up.stop()
     return INTERRUPTED if forced else code
 
 
-async def _bring_up(
-    settings: UpSettings, folder: str, model: str, server: NatsServer | None, supervisor: Supervisor
-) -> None:
-    gateway: Any = settings.services["gateway"]
-    if server is not None:
-        supervisor.start(ChildSpec("nats", server.command, NATS_STAGE, grace_s=5.0))
-        await asyncio.to_thread(server.wait_ready, lambda: not supervisor.failed.is_set())
-        mesh = Mesh(folder, model, server.url, server.token, server.passwords)
-    else:
-        mesh = Mesh(folder, model, gateway.nats, gateway.nats_token)
-    for spec in child_specs(settings, mesh):
-        supervisor.start(spec)
-    url = base_url(gateway.host, gateway.port, bool(gateway.tls_cert))
-    say(f"starting {model} on {settings.workers} worker{'s' if settings.workers > 1 else ''}")
-    await wait_until_serving(url, model, say, gateway.api_key, gateway.tls_cert)
-    supervisor.settled()
-    print(f"\n{model} is served at {url}\n", flush=True)
-    line = curl_line(url, model, has_chat_template(Path(folder)), bool(gateway.api_key), gateway.tls_cert)
-    print(f"  {line}\n", flush=True)
-    scheduler: Any = settings.services["scheduler"]
-    print("\n".join(look_inside(base_url(scheduler.metrics_host, scheduler.metrics_port))), flush=True)
-    print("Ctrl-C stops everything.", flush=True)
+class _Up:
+    """The mesh from its start to its end, and whoever asks for a restart of its processes meanwhile."""
+
+    def __init__(
+        self, settings: UpSettings, folder: str, model: str, server: NatsServer | None, sockets: Sockets,
+        tasks: asyncio.TaskGroup,
+    ) -> None:  # fmt: skip
+        self._settings = settings
+        self._folder = folder
+        self._model = model
+        self._server = server
+        self._sockets = sockets
+        self._tasks = tasks
+        gateway: Any = settings.services["gateway"]
+        self._gateway = gateway
+        self._url = base_url(gateway.host, gateway.port, bool(gateway.tls_cert))
+        self._notices: Notices | None = None
+        self._control: ControlServer | None = None
+        try:
+            where = control_socket(runtime_folder(), gateway.port)
+            if not removed_if_stale(where):
+                raise FileExistsError(f"another mesh answers at {where}")
+            self._notices = Notices(where.with_suffix(NOTIFY))
+        except OSError as error:
+            say(f"`headrace restart` will not find this mesh: {error}")
+        self.supervisor = Supervisor(tasks, show, notices=self._notices)
+
+    async def bring_up(self) -> None:
+        settings, gateway, url, model, server = self._settings, self._gateway, self._url, self._model, self._server
+        scheduler_id = new_process_id("scheduler")
+        if server is not None:
+            self.supervisor.start(ChildSpec("nats", server.command, NATS_STAGE, NATS_GRACE_S))
+            await asyncio.to_thread(server.wait_ready, lambda: not self.supervisor.failed.is_set())
+            mesh = Mesh(self._folder, model, server.url, server.token, server.passwords, scheduler_id)
+        else:
+            mesh = Mesh(self._folder, model, gateway.nats, gateway.nats_token, scheduler_id=scheduler_id)
+        for spec in child_specs(settings, mesh, sockets=self._sockets):
+            self.supervisor.start(spec)
+        say(f"starting {model} on {settings.workers} worker{'s' if settings.workers > 1 else ''}")
+        await wait_until_serving(url, model, say, gateway.api_key, gateway.tls_cert)
+        self.supervisor.settled()
+        await self._take_requests(mesh)
+        print(f"\n{model} is served at {url}\n", flush=True)
+        line = curl_line(url, model, has_chat_template(Path(self._folder)), bool(gateway.api_key), gateway.tls_cert)
+        print(f"  {line}\n", flush=True)
+        scheduler: Any = settings.services["scheduler"]
+        print("\n".join(look_inside(base_url(scheduler.metrics_host, scheduler.metrics_port))), flush=True)
+        print("Ctrl-C stops everything.", flush=True)
+
+    async def stop(self) -> None:
+        if self._control is not None:
+            self._control.close()
+        self._sockets.close()  # so that nobody waits at a port behind which no gateway will be any more
+        await self.supervisor.stop()
+        if self._control is not None:
+            await self._control.closed()
+        if self._notices is not None:
+            self._notices.close()
+
+    async def _take_requests(self, mesh: Mesh) -> None:
+        if self._notices is None:
+            return
+
+        async def serving() -> None:
+            gateway = self._gateway
+            await wait_until_serving(self._url, self._model, say, gateway.api_key, gateway.tls_cert, loaded=True)
+
+        rolling = Rolling(self._settings, mesh, self._sockets, self._server, self.supervisor, self._tasks, serving)
+        control = ControlServer(self._notices.path.with_suffix(CONTROL), rolling.restart)
+        try:
+            await control.start()
+        except OSError as error:
+            say(f"`headrace restart` will not find this mesh: {error}")
+            return
+        self._control = control
 
 
 def look_inside(scheduler: str) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,11 @@ from headrace.launch import (
     with_ports,
 )
 from headrace.services import SERVICES
-from headrace.settings import UpSettings, read_settings
+from headrace.settings import read_settings
+from headrace.sockets import Sockets
 from headrace.supervisor import ChildSpec
 from shared.config import ConfigError, Parser, add_flags, resolve
+from shared.supervision import METRICS
 
 MESH = Mesh("/models/m", "m", "nats://127.0.0.1:5555", "t0ken")
 
@@ -31,6 +33,13 @@ MESH = Mesh("/models/m", "m", "nats://127.0.0.1:5555", "t0ken")
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def sockets() -> Iterator[Sockets]:
+    made = Sockets()
+    yield made
+    made.close()
 
 
 def launched(argv: Sequence[str], environ: dict[str, str] | None = None) -> dict[str, ChildSpec]:
@@ -88,14 +97,16 @@ def test_children_inherit_what_is_no_option() -> None:
     assert launched([], given)["worker"].env == given | {"HEADRACE_NATS_TOKEN": "t0ken"}
 
 
-def test_several_workers_share_the_cores_and_no_port(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_workers_share_the_cores_and_no_port(monkeypatch: pytest.MonkeyPatch, sockets: Sockets) -> None:
     monkeypatch.setattr("headrace.launch._cores", lambda: 8)
-    settings = with_ports(read_settings(["--workers", "3", "--port", "0", "--worker-id", "w"], {}))
-    specs = {spec.name: spec for spec in child_specs(settings, MESH, {})}
+    settings = with_ports(read_settings(["--workers", "3", "--port", "0", "--worker-id", "w"], {}), sockets)
+    specs = {spec.name: spec for spec in child_specs(settings, MESH, {}, sockets)}
     workers = [as_read_by("worker", specs[f"worker-{index}"]) for index in range(3)]
     assert [worker.worker_id for worker in workers] == ["w-0", "w-1", "w-2"]
     assert [worker.threads for worker in workers] == [2, 2, 2]
-    assert [worker.metrics_port for worker in workers] == [0, 0, 0]
+    assert len({0, *(worker.metrics_port for worker in workers)}) == 4
+    inherited = [specs[f"worker-{index}"].sockets[METRICS].getsockname()[1] for index in range(3)]
+    assert [worker.metrics_port for worker in workers] == inherited
 
 
 def test_a_simulated_worker_takes_every_id_of_the_tokenizer(tmp_path: Path) -> None:
@@ -106,47 +117,63 @@ def test_a_simulated_worker_takes_every_id_of_the_tokenizer(tmp_path: Path) -> N
         assert as_read_by("worker", specs["worker"]).simulate_vocab_size == expected
 
 
-def ports(argv: Sequence[str]) -> UpSettings:
-    return with_ports(read_settings(argv, {}))
+def ports(argv: Sequence[str], sockets: Sockets) -> Any:
+    return with_ports(read_settings(argv, {}), sockets).services
 
 
-def test_port_0_is_made_a_real_one() -> None:
-    gateway: Any = ports(["--port", "0"]).services["gateway"]
-    assert gateway.port > 0
+def test_port_0_is_made_a_real_one_that_is_held(sockets: Sockets) -> None:
+    services = ports(["--port", "0", "--metrics-port", "0"], sockets)
+    numbers = [services["gateway"].port, *(services[name].metrics_port for name in services)]
+    assert len({0, *numbers}) == 5
+    for number in numbers:
+        socket.create_connection(("127.0.0.1", number), timeout=5).close()  # it waits for whoever will accept
 
 
-def test_a_taken_port_is_named_with_its_flag() -> None:
+def test_a_taken_port_is_named_with_its_flag(sockets: Sockets) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"port {port} on 127.0.0.1 is taken.*--port"):
-            ports(["--port", str(port)])
+            ports(["--port", str(port)], sockets)
         with pytest.raises(ConfigError, match=f"port {port} on 127.0.0.1 is taken.*--metrics-port"):
-            ports(["--port", "0", "--metrics-port", str(port)])
+            ports(["--port", "0", "--metrics-port", str(port)], sockets)
 
 
-def test_one_metrics_port_for_all_goes_to_the_gateway() -> None:
+def test_one_metrics_port_for_all_goes_to_the_gateway(sockets: Sockets) -> None:
     port = free_port("127.0.0.1")
-    services: Any = ports(["--port", "0", "--metrics-port", str(port)]).services
-    assert [services[name].metrics_port for name in ("gateway", "worker")] == [port, 0]
-    assert services["scheduler"].metrics_port not in (0, port)
+    services = ports(["--port", "0", "--metrics-port", str(port)], sockets)
+    assert services["gateway"].metrics_port == port
+    assert len({0, *(services[name].metrics_port for name in services)}) == 4
 
 
-def test_a_taken_default_metrics_port_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace.launch.is_free", lambda host, port: False)
-    services: Any = ports(["--port", "0"]).services
-    assert [services[name].metrics_port for name in ("gateway", "worker")] == [0, 0]
-    assert services["scheduler"].metrics_port > 0  # up says where its dashboard is
+def test_a_taken_default_metrics_port_gives_way(monkeypatch: pytest.MonkeyPatch, sockets: Sockets) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        for service in SERVICES.values():
+            monkeypatch.setattr(service.declaration(), "metrics_port", port)
+        settings = read_settings(["--port", "0"], {})
+        services = {name: dataclasses.replace(config, metrics_port=port) for name, config in settings.services.items()}  # type: ignore[call-arg]
+        given: Any = with_ports(dataclasses.replace(settings, services=services), sockets).services
+    assert len({0, port, *(given[name].metrics_port for name in given)}) == 5  # up says where the dashboard is
 
 
-def test_a_free_metrics_port_of_the_scheduler_is_known_before_it_starts() -> None:
-    services: Any = ports(["--port", "0", "--metrics-port", "0"]).services
-    assert [services[name].metrics_port for name in ("gateway", "worker")] == [0, 0]
-    assert services["scheduler"].metrics_port > 0
-
-
-def test_an_address_that_is_not_ours_is_named() -> None:
+def test_an_address_that_is_not_ours_is_named(sockets: Sockets) -> None:
     with pytest.raises(ConfigError, match=r"cannot listen on port \d+ of 203\.0\.113\.1"):
-        ports(["--port", "8000", "--host", "203.0.113.1"])
+        ports(["--port", "8000", "--host", "203.0.113.1"], sockets)
+
+
+def test_two_that_follow_one_another_have_different_names_on_the_bus_and_the_same_sockets(sockets: Sockets) -> None:
+    mesh = dataclasses.replace(MESH, scheduler_id="s1")
+    settings = with_ports(read_settings(["--port", "0", "--metrics-port", "0"], {}), sockets)
+    first = {spec.name: spec for spec in child_specs(settings, mesh, {}, sockets)}
+    second = {spec.name: spec for spec in child_specs(settings, mesh, {}, sockets, {"scheduler", "worker", "gateway"})}
+    names = [
+        (as_read_by("scheduler", specs["scheduler"]).scheduler_id, as_read_by("worker", specs["worker"]).worker_id)
+        for specs in (first, second)
+    ]
+    assert names == [("s1", "worker-0"), ("s1-b", "worker-0-b")]
+    for name, spec in first.items():
+        assert spec.sockets == second[name].sockets
+    assert sorted(first["gateway"].sockets) == ["http", "metrics"]
 
 
 def test_each_child_gets_its_own_password_of_the_embedded_server() -> None:

@@ -77,6 +77,12 @@ def test_waits_for_ready_then_for_a_completion(gateway: Gateway) -> None:
     assert gateway.asked == [{"model": "m", "prompt": "Hello", "max_tokens": 1}] * 4
 
 
+def test_a_full_queue_is_a_mesh_at_work_where_others_ask_as_well(gateway: Gateway) -> None:
+    gateway.completions = [(503, {}), (429, {}), (500, {})]
+    asyncio.run(asyncio.wait_for(wait_until_serving(gateway.url, "m", lambda line: None, loaded=True), 20))
+    assert len(gateway.asked) == 2
+
+
 def test_says_why_it_waits(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(readiness, "REPORT_EVERY_S", 0.0)
     gateway.ready = [(503, {"error": {"message": "no worker is ready"}}), (503, {"status": "loading"}), (200, {})]
@@ -95,7 +101,7 @@ def test_a_gateway_that_is_not_there_yet_is_starting(gateway: Gateway, monkeypat
     said: list[str] = []
     failures = [httpx.ReadTimeout(""), None, httpx.ReadTimeout(""), None]
 
-    async def trying(client: object, model: str) -> str:
+    async def trying(client: object, model: str, loaded: bool) -> str:
         failure = failures.pop(0)
         if failure is not None:
             raise failure
