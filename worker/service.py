@@ -172,7 +172,11 @@ class WorkerService:
         """On the step loop's thread: what the pages hold now that the batch is gone."""
         packed = pages.packed(self._bus.max_payload // 2)
         snapshot = encode(PageSnapshot(reset.epoch, self._name, self._incarnation, reset.step, *packed))
-        self._event_loop.call_soon_threadsafe(self._step_out.post, self._subjects.result(reset.epoch), snapshot)
+        self._event_loop.call_soon_threadsafe(self._send_snapshot, self._subjects.result(reset.epoch), snapshot)
+
+    def _send_snapshot(self, subject: str, snapshot: bytes) -> None:
+        self._step_out.post(subject, snapshot)
+        self._quiet.set()  # the batch is gone: whoever waits for its end need not any more
 
     def _send(self, executed: Executed, result: bytes, batches: list[tuple[str, bytes]]) -> None:
         self._ledger.record(executed.plan, result)
