@@ -7,7 +7,7 @@ import contextlib
 import itertools
 from collections.abc import Callable
 
-from shared.bus import BusTimeout, Handler, NoResponder, PayloadTooLarge, Unsubscribe
+from shared.bus import BusTimeout, BusUnavailable, Handler, NoResponder, PayloadTooLarge, Unsubscribe
 
 
 class InProcessBus:
@@ -68,6 +68,64 @@ class InProcessBus:
         for handler in handlers:
             asyncio.get_running_loop().call_soon(handler, payload, reply)
         return bool(handlers)
+
+
+class InProcessClient:
+    """One process's connection to the bus, which can be killed with it, or held up while the process is stopped."""
+
+    def __init__(self, bus: InProcessBus) -> None:
+        self._bus = bus
+        self._subscribed: list[Unsubscribe] = []
+        self._held: list[tuple[Handler, bytes, str]] | None = None
+        self.max_payload = bus.max_payload
+        self.reconnects = 0
+        self.alive = True
+
+    @property
+    def connected(self) -> bool:
+        return self.alive and self._bus.connected
+
+    async def publish(self, subject: str, payload: bytes) -> None:
+        if not self.connected:
+            raise BusUnavailable("not connected")
+        await self._bus.publish(subject, payload)
+
+    async def request(self, subject: str, payload: bytes, timeout_s: float) -> bytes:
+        if not self.connected:
+            raise BusUnavailable("not connected")
+        return await self._bus.request(subject, payload, timeout_s)
+
+    async def subscribe(self, subject: str, handler: Handler) -> Unsubscribe:
+        def deliver(payload: bytes, reply: str) -> None:
+            if self._held is not None:
+                self._held.append((handler, payload, reply))
+            elif self.alive:
+                handler(payload, reply)
+
+        subscribed = await self._bus.subscribe(subject, deliver)
+        self._subscribed.append(subscribed)
+        return subscribed
+
+    async def flush(self) -> None:
+        if not self.connected:
+            raise BusUnavailable("not connected")
+
+    async def close(self) -> None: ...
+
+    async def kill(self) -> None:
+        """The process is gone, and NATS knows that nobody listens any more."""
+        self.alive = False
+        for subscribed in self._subscribed:
+            await subscribed.unsubscribe()
+
+    def hold(self) -> None:
+        """What arrives is read later: the process is stopped."""
+        self._held = []
+
+    def let_go(self) -> None:
+        held, self._held = self._held or [], None
+        for handler, payload, reply in held:
+            handler(payload, reply)
 
 
 class _Subscribed:
