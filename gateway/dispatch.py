@@ -11,6 +11,7 @@ is waited for.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import time
 from collections import Counter
@@ -111,7 +112,9 @@ class Dispatch:
 
     def open(self, submit: Submit, part: Part) -> RequestRecord[Part]:
         self.look_for_losses()  # they did not reach what begins after them
-        return self.ledger.open(submit, part)
+        record = self.ledger.open(submit, part)
+        part.flight.on_gone[submit.request_id] = functools.partial(self.release, record)
+        return record
 
     async def offer(self, record: RequestRecord[Part]) -> None:
         """Submit a request and return once a scheduler has accepted it; an ``ApiError`` says why it will not run."""
@@ -130,6 +133,7 @@ class Dispatch:
             for attempt in record.attempts_to_cancel():
                 self._cancel(Cancel(record.submit.request_id, attempt))
         self.ledger.close(record.submit.request_id)
+        record.owner.flight.on_gone.pop(record.submit.request_id, None)
 
     # --- interruptions --------------------------------------------------------------------------------------------
 

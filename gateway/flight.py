@@ -7,7 +7,7 @@ gathered. So a slow reader never queues messages: its pending text merges, and i
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from gateway.choice_text import ChoiceText
@@ -53,6 +53,7 @@ class Flight:
         self.cached_tokens = 0  # of the prompts, held by the prefix cache
         self.error: ApiError | None = None
         self.client_gone = False
+        self.on_gone: dict[str, Callable[[], None]] = {}  # by request: what to do at once when the client leaves
         self.first_token_s = 0.0
         self._metrics = metrics
         self._dirty: list[Choice] = []
@@ -134,6 +135,8 @@ class Flight:
     def abandon(self) -> None:
         """The client is gone."""
         self.client_gone = True
+        for release in list(self.on_gone.values()):
+            release()
         self._wake()
 
     def fail_interrupted(self, reason: str) -> None:

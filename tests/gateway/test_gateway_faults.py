@@ -14,6 +14,7 @@ import httpx
 import pytest
 from gateway_mesh import RunningGateway, running_gateway
 
+from gateway import offering
 from shared.messages import Outcome, RollCall, SubmitReply, TokenEntry, encode, pack_tokens
 
 BODY = {"prompt": "x", "max_tokens": 500}
@@ -75,6 +76,30 @@ def test_a_client_that_leaves_while_its_submission_waits(gw: RunningGateway) -> 
     connection.close()
     gw.until(lambda: nothing_open(gw), timeout_s=2)
     gw.until(lambda: [cancel.request_id for cancel in gw.mesh.cancels] == [offered[0]])
+
+
+def test_a_client_that_leaves_before_the_reply_is_cancelled_at_once(
+    gw: RunningGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(offering, "REPLY_TIMEOUT_S", 600.0)
+    gw.mesh.stepping = False
+    replies: list[tuple[str, bytes]] = []
+    publish = gw.bus.publish
+
+    async def hold(subject: str, payload: bytes) -> None:
+        if subject.startswith("_INBOX"):
+            replies.append((subject, payload))
+        else:
+            await publish(subject, payload)
+
+    monkeypatch.setattr(gw.bus, "publish", hold)
+    connection = raw_request(gw, BODY)
+    gw.until(lambda: len(replies) == 1)
+    connection.close()
+    gw.until(lambda: [(cancel.attempt, cancel.choice) for cancel in gw.mesh.cancels] == [(1, -1)])
+    assert not gw.mesh.running
+    gw.call(publish(*replies[0]))
+    gw.until(lambda: nothing_open(gw))
 
 
 @pytest.mark.parametrize("kind", ["failed", "dropped"])
