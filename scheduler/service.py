@@ -186,9 +186,9 @@ class SchedulerService:
         if isinstance(message, SchedulerBeat):
             if (message.epoch, message.scheduler) > (term.epoch, self.name):
                 self._depose(f"scheduler {message.scheduler} leads in epoch {message.epoch}")
-        elif message.epoch > term.epoch:
+        elif message.epoch > term.epoch or term.knows_too_much(message):
             # It was silent while this one took its epoch. It obeys nobody below what it has seen: lead again, above.
-            self._depose(f"epoch {message.epoch} has been seen, above {term.epoch}")
+            self._depose(f"epoch {message.epoch} has been seen by others; this one took {term.epoch}")
         else:
             term.on_beat(message)
 

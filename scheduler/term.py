@@ -185,6 +185,13 @@ class Term:
 
         return read
 
+    def knows_too_much(self, beat: WorkerBeat | GatewayBeat) -> bool:
+        """Whether somebody else has led in this epoch: a worker that has heard nothing of this leader knows it.
+
+        It happens where the lease was lost with its store, and a scheduler started before anybody was heard again.
+        """
+        return isinstance(beat, WorkerBeat) and beat.epoch == self.epoch and not self._workers.told(beat)
+
     def on_beat(self, beat: WorkerBeat | GatewayBeat) -> None:
         if self._draining or not self._means.leads():
             return

@@ -53,11 +53,16 @@ class Workers:
         self._refused: dict[str, int] = {}  # worker -> incarnation whose refusal was logged
         self._next_steps: dict[str, tuple[int, int]] = {}  # lost worker -> (incarnation, first step it has not seen)
         self._probed: set[str] = set()  # under a probe now
+        self._told: dict[str, int] = {}  # worker -> incarnation that has been sent a reset, and so knows the epoch
 
     @property
     def greeting(self) -> bool:
         """Whether an answer to a reset is awaited."""
         return bool(self._greetings)
+
+    def told(self, beat: WorkerBeat) -> bool:
+        """Whether the worker can know of this leader's epoch."""
+        return self._told.get(beat.worker) == beat.incarnation
 
     # --- presence ---------------------------------------------------------------------------------------------------
 
@@ -81,7 +86,7 @@ class Workers:
         elif beat.state is WorkerState.DRAINING and beat.slots:
             # Nobody here knows what it runs, so that nobody will end it: without it the worker may go at once.
             reset = Reset(self._context.core.epoch, beat.worker, beat.incarnation, self._first_step(beat))
-            self._means.post_step(self._means.subjects.step(beat.worker), encode(reset))
+            self._send_reset(beat.worker, beat.incarnation, encode(reset))
 
     def _look_at(self, beat: WorkerBeat, link: WorkerLink) -> None:
         context = self._context
@@ -134,7 +139,11 @@ class Workers:
         elif now_s - greeting.sent_s < GREET_AGAIN_S:
             return
         greeting.sent_s = now_s
-        self._means.post_step(self._means.subjects.step(worker), greeting.reset)
+        self._send_reset(worker, incarnation, greeting.reset)
+
+    def _send_reset(self, worker: str, incarnation: int, reset: bytes) -> None:
+        self._told[worker] = incarnation
+        self._means.post_step(self._means.subjects.step(worker), reset)
 
     def on_snapshot(self, snapshot: PageSnapshot) -> None:
         """The answer to a reset: from now on the worker is planned for."""

@@ -256,7 +256,7 @@ class SchedulerCore(LosingState):
                 for sequence in (head, *head.children):
                     self._end(sequence, EndReason.FAILED.value, now)
                     self.counters.failed += 1
-                    events.append(Failed(sequence, "failed", "no worker that can hold it is left", now))
+                    events.append(Failed(sequence, "lost", "no worker that can hold it is left", now))
                 head.children = []
             if not live:
                 model.worker_lost_ns = now  # whatever is still submitted by mistake waits no longer than this again

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from typing import Any
 
 from simulated_mesh import EOS, VOCAB, Ask, SimulatedMesh
 from simulated_nodes import Node
+
+KINDS = (
+    "kill", "kill", "kill", "hang", "hang", "partition", "partition", "cut", "server", "slow", "delay", "clock",
+    "terminate", "store",
+)  # fmt: skip
 
 
 def random_mesh(seed: int, strict: bool = True, verbose: bool = False) -> SimulatedMesh:
@@ -18,7 +25,7 @@ def random_mesh(seed: int, strict: bool = True, verbose: bool = False) -> Simula
         gateways=rng.choice((1, 1, 2)),
         block_size=block_size,
         num_blocks=rng.choice((12, 20, 40, 80)) * 4 // block_size,
-        step_ms=rng.choice((2.0, 10.0, 40.0)),
+        step_ms=rng.choice((5.0, 20.0, 60.0)),
         strict=strict,
         verbose=verbose,
         scheduler_options={
@@ -65,20 +72,43 @@ def _load(mesh: SimulatedMesh, rng: random.Random, span_s: float) -> None:
 
 
 def _faults(mesh: SimulatedMesh, rng: random.Random, span_s: float) -> None:
-    server = mesh.server
-    weather = server.weather
+    if rng.random() < 0.05:
+        return
+    weather = mesh.server.weather
     if rng.random() < 0.3:
         weather.jitter_s = rng.choice((0.002, 0.02, 0.1))
-    if rng.random() < 0.3:
-        until_s = rng.uniform(1.0, 1.5 + span_s)
+    if rng.random() < 0.25:
         weather.loss = rng.choice((0.01, 0.05, 0.2))
-        mesh.at(until_s, _calm, mesh)
+        mesh.at(rng.uniform(1.0, 1.5 + span_s), _calm, mesh)
     if rng.random() < 0.25:
         weather.repetition = rng.choice((0.05, 0.5))
-    for _ in range(rng.randrange(0, 4)):
-        at_s = rng.uniform(0.3, 1.3 + span_s)
-        node = rng.choice(mesh.nodes)
+    if rng.random() < 0.1 and mesh.clients:
+        ask = rng.choice(mesh.clients).ask
+        if not ask.leaves_s:
+            mesh.make_deadly(ask)
+    for _ in range(rng.choice((1, 1, 2, 2, 3, 4))):
+        # While somebody is served, most often.
+        at_s = rng.choice(mesh.clients).ask.at_s + rng.uniform(-0.1, 0.7) if mesh.clients else 1.0
+        kind = rng.random()
+        if kind < 0.1:
+            node = rng.choice(mesh.gateways)
+        elif kind < 0.6:
+            node = rng.choice(mesh.workers)
+        else:
+            node = rng.choice(mesh.schedulers)
         _fault(mesh, rng, at_s, node)
+
+
+def _on(node: Node, action: Callable[..., None], *args: Any) -> None:
+    """A fault of a scheduler is one of whichever leads then."""
+    leaders = node.mesh.leaders()
+    action(leaders[0] if node.kind == "scheduler" and leaders else node, *args)
+
+
+def _partition(node: Node, seconds: float, up: bool, down: bool) -> None:
+    node.mesh.note(node.name, f"PARTITION for {seconds:.2f} s: up {up}, down {down}")
+    node.mesh.seeming_crashes += 1
+    node.link.partition(seconds, up, down)
 
 
 def _calm(mesh: SimulatedMesh) -> None:
@@ -86,33 +116,36 @@ def _calm(mesh: SimulatedMesh) -> None:
 
 
 def _fault(mesh: SimulatedMesh, rng: random.Random, at_s: float, node: Node) -> None:
-    kind = rng.choice(("kill", "kill", "hang", "partition", "cut", "server", "slow", "delay", "clock", "terminate"))
+    kind = rng.choice(KINDS)
     lasts_s = rng.choice((0.1, 0.5, 1.2, 2.5, 6.0, 10.0)) * rng.uniform(0.8, 1.2)
     if kind == "kill":
         down_s = rng.choice((0.05, 0.5, 2.0))
-        mesh.at(at_s, node.kill, down_s, lasts_s=down_s)
+        mesh.at(at_s, _on, node, Node.kill, down_s, lasts_s=down_s)
     elif kind == "hang":
-        mesh.at(at_s, node.hang, lasts_s, lasts_s=lasts_s)
+        mesh.at(at_s, _on, node, Node.hang, lasts_s, lasts_s=lasts_s)
     elif kind == "partition":
         up, down = rng.choice(((True, True), (True, False), (False, True)))
-        mesh.at(at_s, node.link.partition, lasts_s, up, down, lasts_s=1.3 * lasts_s)
+        mesh.at(at_s, _on, node, _partition, lasts_s, up, down, lasts_s=1.3 * lasts_s)
     elif kind == "cut":
-        mesh.at(at_s, _cut, node, rng.randrange(2))
+        mesh.at(at_s, _on, node, _cut, rng.randrange(2))
     elif kind == "server":
         down_s = rng.choice((0.1, 1.0, 4.0))
-        mesh.at(at_s, mesh.restart_server, down_s, lasts_s=down_s + 1.5)
+        mesh.at(at_s, mesh.restart_server, down_s, rng.random() < 0.3, lasts_s=down_s + 1.5)
     elif kind == "slow":
-        mesh.at(at_s, _slow, node, rng.randrange(2), rng.randrange(1, 6))
+        mesh.at(at_s, _on, node, _slow, rng.randrange(2), rng.randrange(1, 6))
     elif kind == "delay":
         mesh.at(at_s, _delay, node, rng.choice((0.05, 0.3)))
         mesh.at(at_s + lasts_s, _delay, node, 0.0)
     elif kind == "clock":
-        mesh.at(at_s, _set_clock, node, rng.choice((-3600, -2, 5, 3600)))
+        mesh.at(at_s, _on, node, _set_clock, rng.choice((-3600, -2, 5, 3600)))
     elif kind == "terminate":
-        mesh.at(at_s, node.terminate, lasts_s=6.0)
+        mesh.at(at_s, _on, node, Node.terminate, lasts_s=6.0)
+    elif kind == "store":
+        mesh.at(at_s, mesh.stop_store, lasts_s, rng.random() < 0.5, lasts_s=lasts_s)
 
 
 def _cut(node: Node, which: int) -> None:
+    node.mesh.seeming_crashes += 1
     for connection in node.link.connections[which : which + 1]:
         node.mesh.note(connection.name, "CUT")
         connection.cut()

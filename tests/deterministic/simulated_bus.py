@@ -63,7 +63,10 @@ class Subscription:
 
 
 class Server:
-    """``lose(sender, subject, payload)`` says which messages vanish on the way, beside what the weather takes."""
+    """``lose(sender, subject, payload)`` says which messages vanish on the way, beside what the weather takes.
+
+    ``lag_s(subject, payload)``: for how long one is held back, and what follows it in the same subscription.
+    """
 
     def __init__(self, clock: Clock, agenda: Agenda, rng: random.Random, trace: Trace | None) -> None:
         self.clock = clock
@@ -73,6 +76,7 @@ class Server:
         self.weather = Weather()
         self.up = True
         self.lose: Callable[[str, str, bytes], bool] = lambda sender, subject, payload: False
+        self.lag_s: Callable[[str, bytes], float] = lambda subject, payload: 0.0
         self.taps: list[Callable[[Connection, str, bytes], None]] = []
         self.delivered = 0
         self._connections: list[Connection] = []
@@ -142,6 +146,7 @@ class Server:
         arrives = connection.arrival_ns()
         if weather.jitter_s:
             arrives += int(rng.random() * weather.jitter_s * 1e9)
+        arrives += int(1e9 * self.lag_s(subject, payload))
         arrives = target.last_ns = max(arrives, target.last_ns)
         times = 2 if weather.repetition and rng.random() < weather.repetition else 1
         for _ in range(times):
@@ -296,7 +301,7 @@ class Connection:
             raise PayloadTooLarge(f"{len(payload)} bytes to {subject}; the server takes {self.max_payload}")
         if not self.connected:
             raise BusUnavailable(f"publish to {subject}: disconnected")
-        for tap in self.server.taps:
+        for tap in list(self.server.taps):
             tap(self, subject, payload)
         self.server.agenda.at(self._departure_ns(), self.server.route, self, self.generation, subject, payload, reply)
 

@@ -7,12 +7,13 @@ token as it comes; and they hold for every node's books at every step and at the
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import random
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from memory_store import MemoryStore
@@ -35,9 +36,11 @@ from gateway.errors import ApiError
 from gateway.flight import Flight
 from scheduler.config import SchedulerConfig
 from scheduler.core.core import SchedulerCore
-from shared.messages import EndReason, Sampling, StepPlan, Submit, pack_tokens
+from shared.messages import EndReason, Message, Sampling, StepPlan, Submit, decode, pack_tokens
 from worker.config import WorkerConfig
 from worker.simulated import chain, pick
+
+Wanted = TypeVar("Wanted", bound=Message)
 
 VOCAB = 61
 EOS = 7
@@ -66,7 +69,6 @@ class Ask:
     tenant: str = ""
     stops: dict[int, int] = field(default_factory=dict)  # choice -> tokens after which a stop string matches
     leaves_s: float = 0.0  # when the client hangs up, seconds after it came; 0: never
-    deadly: bool = False  # a worker that runs it ends
 
     def expected(self, choice: int) -> tuple[list[int], str]:
         """What the choice must say, and why it ends."""
@@ -144,7 +146,13 @@ class Client:
     def come(self) -> None:
         gateways = self.mesh.gateways
         node = gateways[self.ask.gateway % len(gateways)]
-        self.outcome = "open" if node.serve_client(self) else "nobody listens"
+        self.outcome = "open"
+        if not node.serve_client(self):
+            self.end("nobody listens")
+
+    def end(self, outcome: str) -> None:
+        self.outcome = outcome
+        self.mesh.open_clients -= 1
 
     @property
     def over(self) -> bool:
@@ -176,32 +184,38 @@ class Client:
         finally:
             dispatch.release(record)
         if flight.client_gone:
-            self.outcome = "left"
+            self.end("left")
         elif flight.error is None:
-            self.outcome = "finished"
+            self.end("finished")
             if any(choice.text.finish_reason is None for choice in choices):
                 self.violate("it ended before all choices had")
         else:
-            self.outcome = "failed" if accepted else "refused"
             self.error = str(flight.error)
-            self._judge(flight.error)
+            self.end(self._judge(flight.error, accepted))
 
-    def _judge(self, error: ApiError) -> None:
+    def _judge(self, error: ApiError, accepted: bool) -> str:
         """A request may be refused while the mesh has no leader or no worker, and fail only if it ends workers."""
         mesh = self.mesh
-        if self.outcome == "refused":
+        if not accepted:
             if error.status not in (404, 429, 503) or mesh.undisturbed:
                 self.violate(f"it was refused: {self.error}")
-        elif mesh.strict and not (CONVICTED in self.error and mesh.worker_ends >= 2):
+            return "refused"
+        if CONVICTED in self.error and (self.ask.name in mesh.deadly or mesh.seeming_crashes >= 2):
+            return "convicted"
+        if mesh.strict:
             self.violate(f"it was given up: {self.error}")
+        return "failed"
 
 
 class SimulatedMesh:
-    """``strict``: what was accepted must be answered, whatever happens."""
+    """``strict``: what was accepted must be answered, whatever happens.
+
+    ``check_every``: messages to a scheduler from one look at its core's books to the next, which takes its time.
+    """
 
     def __init__(
         self, seed: int, *, schedulers: int = 1, workers: int = 1, gateways: int = 1, num_blocks: int = 64,
-        block_size: int = 4, step_ms: float = 10.0, strict: bool = True, verbose: bool = False,
+        block_size: int = 4, step_ms: float = 10.0, check_every: int = 4, strict: bool = True, verbose: bool = False,
         scheduler_options: dict[str, Any] | None = None, gateway_options: dict[str, Any] | None = None,
     ) -> None:  # fmt: skip
         self.seed = seed
@@ -209,6 +223,7 @@ class SimulatedMesh:
         self.clock = Clock()
         self.agenda = Agenda(self.clock)
         self.strict = strict
+        self.check_every = check_every
         self.verbose = verbose
         self.log: list[str] = []
         self.violations: list[str] = []
@@ -226,10 +241,11 @@ class SimulatedMesh:
         self.gateways = [GatewayNode(self, f"g{index + 1}") for index in range(gateways)]
         self.nodes: list[Node] = [*self.schedulers, *self.workers, *self.gateways]
         self.clients: list[Client] = []
+        self.open_clients = 0
         self.faults_end_ns = 0
         self.undisturbed = True
         self.deadly: set[str] = set()
-        self.worker_ends = 0  # how often a worker has ended otherwise than in good order
+        self.seeming_crashes = 0  # how often a worker has ended, or may seem to have, by no fault of its requests
         self._planners: dict[int, str] = {}  # epoch -> the process whose plans carry it
 
     # --- what happens -----------------------------------------------------------------------------------------------
@@ -237,9 +253,7 @@ class SimulatedMesh:
     def ask(self, ask: Ask) -> Client:
         client = Client(self, ask)
         self.clients.append(client)
-        if ask.deadly:
-            self.deadly.add(ask.name)
-            self.undisturbed = False
+        self.open_clients += 1
         self.agenda.at(START_NS + int(ask.at_s * 1e9), client.come)
         return client
 
@@ -250,10 +264,58 @@ class SimulatedMesh:
         self.faults_end_ns = max(self.faults_end_ns, when + int(lasts_s * 1e9))
         self.agenda.at(when, action, *args)
 
-    def restart_server(self, down_s: float) -> None:
-        self.note("nats", f"KILLED, back in {down_s:.2f} s")
+    def on(self, kind: type[Wanted], wanted: Callable[[Wanted], bool], action: Callable[..., None], *args: Any) -> None:
+        """Once, when the first such message is sent, do something before it goes."""
+
+        def look(sender: Connection, subject: str, payload: bytes) -> None:
+            message = decode(payload)
+            if isinstance(message, kind) and wanted(message):
+                self.server.taps.remove(look)
+                action(*args)
+
+        self.undisturbed = False
+        self.server.taps.append(look)
+
+    def lose_once(self, kind: type[Wanted], wanted: Callable[[Wanted], bool]) -> list[Wanted]:
+        """Lose the first such message; it is in the list that is returned once it is lost."""
+        lost: list[Wanted] = []
+
+        def lose(sender: str, subject: str, payload: bytes) -> bool:
+            message = decode(payload)
+            if lost or not isinstance(message, kind) or not wanted(message):
+                return False
+            lost.append(message)
+            return True
+
+        self.undisturbed = False
+        self.server.lose = lose
+        return lost
+
+    def restart_server(self, down_s: float, forgetful: bool = False) -> None:
+        """``forgetful``: it comes back without what JetStream had stored."""
+        self.note("nats", f"KILLED, back in {down_s:.2f} s{', without its store' if forgetful else ''}")
+        self.seeming_crashes += len(self.workers)
         self.server.stop()
+        if forgetful:
+            self.store.lose()
         self.agenda.after(down_s, self.server.start)
+
+    def stop_store(self, seconds: float, forgetful: bool = False) -> None:
+        """JetStream does not answer for so long."""
+        self.note("store", f"DOWN for {seconds:.2f} s{', and lost' if forgetful else ''}")
+        self.store.down = True
+        if forgetful:
+            self.store.lose()
+        self.agenda.after(seconds, self._start_store)
+
+    def _start_store(self) -> None:
+        self.store.down = False
+
+    def make_deadly(self, ask: Ask) -> None:
+        """A worker that runs the request ends."""
+        self.note(ask.name, "ends whoever runs it")
+        self.deadly.add(ask.name)
+        self.undisturbed = False
 
     def run(self, patience_s: float = 40.0) -> None:
         """Until every client's request has ended and the mesh is at rest; raises :class:`Violation`.
@@ -265,7 +327,7 @@ class SimulatedMesh:
                 node.start()
             last_ns = max([START_NS + int(client.ask.at_s * 1e9) for client in self.clients], default=START_NS)
             limit = max(last_ns, self.faults_end_ns) + int(patience_s * 1e9)
-            self.advance(lambda: all(client.over for client in self.clients) and self._faults_over(), limit)
+            self.advance(lambda: not self.open_clients and self._faults_over(), limit)
             for client in self.clients:
                 if not client.over:
                     client.violate("it waits for ever")
@@ -323,6 +385,7 @@ class SimulatedMesh:
             self.violate(f"{worker.name} runs a plan of epoch {plan.epoch} after one of {worker.epoch}")
         worker.epoch = plan.epoch
         if self.deadly and not self.deadly.isdisjoint(requests):
+            self.seeming_crashes -= 1  # it was no fault
             self.agenda.at(self.clock.now_ns, worker.kill, 0.5)
 
     def _tap(self, sender: Connection, subject: str, payload: bytes) -> None:
@@ -331,6 +394,11 @@ class SimulatedMesh:
         message = msgspec.msgpack.decode(payload)[2]
         if message[0] != "plan":
             return
+        lease = json.loads(self.store.value) if self.store.value else {"epoch": 0}
+        if message[1] < lease["epoch"]:
+            self.violate(
+                f"{sender.owner} plans in epoch {message[1]}, while {lease['holder']} leads in {lease['epoch']}"
+            )
         known = self._planners.setdefault(message[1], sender.owner)
         if known != sender.owner:
             self.violate(f"{sender.owner} plans in epoch {message[1]}, which is {known}'s")

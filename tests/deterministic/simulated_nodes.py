@@ -22,6 +22,7 @@ from gateway.metrics import GatewayMetrics
 from observability.tracing import Tracing
 from scheduler.metrics import SchedulerMetrics
 from scheduler.service import SchedulerService
+from shared.bus import BusUnavailable
 from shared.lifecycle import ServiceFault
 from shared.messages import Capacity, StepPlan
 from worker import service as worker_service
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
 MODEL = "m"
 LOAD_S = 0.3  # how long a worker loads its model
-CHECK_EVERY = 4  # messages from one look at the core's books to the next; it takes longer than most of them
+STARTS_S = 15.0  # a process that has no bus for so long after its start may give up
 SUPERVISOR_S = 0.5  # from the end of a process to its next start
 OFF = Tracing("test", "test", "", 0.0)
 
@@ -61,6 +62,7 @@ class Node:
         self.link = Link(mesh.clock, mesh.agenda, mesh.rng)
         self.unix_offset_ns = 0
         self.starts = 0
+        self._started_ns = 0
         self.hung_until_ns = 0
         self.restarts = True  # its supervisor starts it again
         self.loop: NodeLoop | None = None
@@ -71,6 +73,7 @@ class Node:
         if self.loop is not None:
             return
         self.starts += 1
+        self._started_ns = self.mesh.clock.now_ns
         self.loop = NodeLoop(self.mesh.clock, self.mesh.agenda, self)
         self.mesh.note(self.name, f"starts ({self.starts})")
         self._main = self.loop.create_task(self._run())
@@ -120,7 +123,12 @@ class Node:
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
         self.mesh.note(self.name, f"ends: {error or 'in good order'}")
-        if error is not None and not isinstance(error, ServiceFault):
+        young = self.mesh.clock.now_ns - self._started_ns < STARTS_S * 1e9
+        if (
+            error is not None
+            and not isinstance(error, ServiceFault)
+            and not (young and isinstance(error, BusUnavailable))
+        ):
             self.mesh.violate(f"{self.name} fell over: {error!r}", error)
         self._vanish()
         if self.restarts:
@@ -181,7 +189,7 @@ class SchedulerNode(Node):
     def _check(self, subject: str) -> None:
         if self.service is not None and ".beat." not in subject:
             self._handled += 1
-            if self._handled % CHECK_EVERY == 0:
+            if self._handled % self.mesh.check_every == 0:
                 self.mesh.check_core(self.name, self.service.core)
 
 
@@ -269,7 +277,7 @@ class WorkerNode(Node):
 
     def gone(self) -> None:
         self.service = None
-        self.mesh.worker_ends += 1
+        self.mesh.seeming_crashes += 1
 
 
 class GatewayNode(Node):
@@ -311,7 +319,7 @@ class GatewayNode(Node):
     def _begin(self, client: Client) -> None:
         assert self._group is not None and self.loop is not None
         if self.dispatch is None:
-            client.outcome = "nobody listens"
+            client.end("nobody listens")
         else:
             self._group.create_task(client.go(self.dispatch, self.loop))
 
@@ -319,7 +327,7 @@ class GatewayNode(Node):
         self.dispatch = self._group = None
         for client in self._clients:
             if not client.over:
-                client.outcome = "its gateway died"
+                client.end("its gateway died")
         self._clients.clear()
 
 

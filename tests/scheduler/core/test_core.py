@@ -314,13 +314,13 @@ def test_a_lost_worker_loses_its_running_sequences_and_keeps_the_queue() -> None
     box.assert_idle()
 
 
-def test_waiting_without_any_worker_ends_in_failure_not_in_silence() -> None:
+def test_waiting_without_any_worker_is_handed_back_to_its_gateway() -> None:
     box = Box()
     box.submit(request("a"))
     box.core.worker_lost("w0", "silent", box.now + 1)
     assert box.core.tick(box.now + MS) == []
     events = box.core.tick(box.now + box.limits.no_worker_grace_ns + MS)
-    assert [e.kind for e in events if isinstance(e, Failed)] == ["failed"]
+    assert [e.kind for e in events if isinstance(e, Failed)] == ["lost"]
     assert not box.core.live_requests()
 
 
