@@ -40,9 +40,9 @@ def main(argv: Sequence[str]) -> int:
             settings = with_api_key(with_ports(settings, sockets))  # before anything is fetched or started
             if settings.file is not None:
                 say(f"configuration from {settings.file}")
+            delete_stale(FOLDER_PREFIX)
             folder, name = resolve_model(settings.model, say)
             if settings.own_nats:
-                delete_stale(FOLDER_PREFIX)
                 server = NatsServer(users=True)
         except (ConfigError, ModelError, NatsServerError) as error:
             say(str(error))

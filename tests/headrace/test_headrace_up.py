@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -13,10 +14,11 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from rolling_load import Load, percentile
 from tiny_models import make_tiny_model
 
 from headrace.up import look_inside, main
@@ -33,10 +35,11 @@ class Up:
         self.output, self.errors = folder / "out", folder / "err"
         # As a person's shell has it: none of the test runner's own settings.
         environ = {name: value for name, value in os.environ.items() if not name.startswith("HEADRACE_")}
+        self.environ = environ | {"TMPDIR": str(folder), "XDG_RUNTIME_DIR": str(folder)}
         with self.output.open("w") as output, self.errors.open("w") as errors:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "headrace", "up", "--metrics-port", "0", *argv],  # the last one given counts
-                cwd=folder, env=environ | {"TMPDIR": str(folder)}, stdout=output, stderr=errors,
+                cwd=folder, env=self.environ, stdout=output, stderr=errors,
                 stdin=subprocess.DEVNULL, start_new_session=True,
             )  # fmt: skip
 
@@ -189,12 +192,102 @@ def test_a_killed_worker_is_started_again(up: Up) -> None:
     up.wait_for(rf"(?s)starting it again.*({name}) +\| \S+ INFO +worker \S+ serves tiny")
 
 
-def test_nothing_outlives_up_itself(up: Up) -> None:
+def restarted(up: Up, *argv: str) -> tuple[int, str]:
+    """Exit code and words of one ``headrace restart``."""
+    command = [sys.executable, "-m", "headrace", "restart", *argv]
+    done = subprocess.run(command, env=up.environ, capture_output=True, text=True, timeout=5 * DEADLINE_S)
+    return done.returncode, done.stdout + done.stderr
+
+
+async def _restarted_under_load(up: Up, load: Load) -> list[str]:
+    stop = asyncio.Event()
+    running = asyncio.create_task(load.run(stop))
+    said: list[str] = []
+    try:
+        for _ in range(2):
+            code, words = await asyncio.to_thread(restarted, up)
+            said.append(words)
+            assert code == 0, words
+        finished = load.finished
+        while load.finished < finished + load.streams + load.plain:  # noqa: ASYNC110  it runs on the same loop
+            await asyncio.sleep(0.1)
+    finally:
+        stop.set()
+        await running
+    return said
+
+
+def test_every_process_is_restarted_twice_under_load_and_no_request_fails(
+    up: Up, record_property: Callable[[str, object], None]
+) -> None:
+    url = up.wait_for(r"tiny is served at (\S+)\n")
+    before = up.children()
+    load = Load(url, streams=4, plain=2)
+    said = asyncio.run(_restarted_under_load(up, load))
+    assert load.failures == []
+    assert len(load.texts) == 1, "a stream that went on elsewhere has another text"
+    for words in said:
+        for name in ("nats", "scheduler", "worker-0", "worker-1", "gateway"):
+            assert re.search(rf"^{name}: re(started|placed)", words, re.MULTILINE), words
+    assert not set(before) & set(up.children()) - {before[2]}  # (a gateway stays for its idle connections)
+    figures = {"p99_itl_ms": percentile(load.gaps_s, 0.99) * 1e3, "max_itl_ms": max(load.gaps_s) * 1e3}
+    for name, value in figures.items():
+        record_property(name, round(value, 1))
+    print(figures, load.finished)
+    dashboard = up.wait_for(r"\nDashboard: (\S+)\n")
+    with urllib.request.urlopen(dashboard, timeout=DEADLINE_S) as page:  # at the same port as ever
+        assert page.status == 200
+    assert restarted(up, "--only", "worker", "--no-surge")[0] == 0
+    assert up.end(signal.SIGINT) == 0
+
+
+def test_a_replacement_that_cannot_start_leaves_the_old_process(tmp_path: Path, model: Path) -> None:
+    own = shutil.copytree(model, tmp_path / "tiny")
+    up = Up(tmp_path, "--simulate", "--model", str(own), "--port", "0")
+    try:
+        url = up.wait_for(r"tiny is served at (\S+)\n")
+        before = up.children()
+        (own / "tokenizer.json").unlink()
+        code, words = restarted(up, "--only", "gateway")
+        assert code == 1 and "\ngateway could not be restarted: " in words
+        assert up.children() == before
+        with urllib.request.urlopen(f"{url}/ready", timeout=DEADLINE_S) as answer:
+            assert answer.status == 200
+        assert up.end(signal.SIGINT) == 0
+    finally:
+        up.process.kill()
+        up.process.wait()
+
+
+def test_ctrl_c_in_the_middle_of_a_restart_stops_everything(up: Up) -> None:
+    up.wait_for(r"tiny is served at (\S+)\n")
+    command = [sys.executable, "-m", "headrace", "restart", "--only", "worker"]
+    with subprocess.Popen(command, env=up.environ, stdout=subprocess.PIPE, text=True) as client:
+        assert client.stdout is not None
+        assert client.stdout.readline() == "worker-0: restarting\n"
+        deadline = time.monotonic() + DEADLINE_S
+        while len(children := up.children()) < 6:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert up.end(signal.SIGINT) == 0
+        client.stdout.read()
+        assert client.wait(DEADLINE_S) == 1
+    gone(children)
+
+
+def test_nothing_outlives_up_itself_and_what_it_leaves_goes_at_the_next_start(up: Up, tmp_path: Path) -> None:
     up.wait_for(r"tiny is served at (\S+)\n")
     children = up.children()
     assert len(children) == 5
     up.end(signal.SIGKILL)
     gone(children)
+    (left,) = tmp_path.glob("headrace-nats-*")
+    assert restarted(up)[0] == 2
+    aged = time.time() - 60
+    os.utime(left, (aged, aged))
+    refused(tmp_path, "--model", "/no/such/model", "--port", "0")  # it gets no further
+    assert not left.exists()
+    assert not list((tmp_path / "headrace").iterdir())
 
 
 def refused(tmp_path: Path, *argv: str) -> str:
