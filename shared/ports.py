@@ -21,9 +21,9 @@ def listen_problem(host: str, port: int, error: OSError, flag: str) -> str:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens on ``host``, a name or an address. Raises OSError."""
+    """A socket that listens on ``host``: a name or an address, or empty for all. Raises OSError."""
     family, kind, protocol, _, address = socket.getaddrinfo(
-        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )[0]
     bound = socket.socket(family, kind, protocol)
     try:
