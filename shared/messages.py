@@ -79,7 +79,7 @@ class Sampling(Message, frozen=True):
     stop_token_ids: list[int] = []
     beam_width: int = 0  # > 0: beam search with so many beams; temperature and filters do not apply
     length_penalty: float = 1.0  # of beam search: score = log-probability / length ** length_penalty
-    want_score: bool = False  # report the cumulative log-probability of each choice at its end (best_of)
+    want_score: bool = False  # report the log-probability of each entry's tokens (best_of)
     presence_penalty: float = 0.0  # off the logit of every token that the output has (OpenAI)
     frequency_penalty: float = 0.0  # off it for each time that the output has it (OpenAI)
     # Of tokens that prompt or output have: positive logits / p, negative ones * p (CTRL).

@@ -144,6 +144,36 @@ def test_one_that_kills_at_a_later_token_is_found_as_well(culprit: int, count: i
     box.assert_others_right(f"r{culprit}")
 
 
+@pytest.mark.parametrize(("one", "other"), [("r0", "r1"), ("r2", "r13"), ("r14", "r15")])
+def test_two_culprits_are_both_found(one: str, other: str) -> None:
+    box = DeadlyBox(lambda box, plan: bool({one, other} & {name for name, _ in box.rows(plan)}), True)
+    for index in range(16):
+        box.submit(request(f"r{index}", 4 + index % 7, 12, seed=index, arrival_ns=index))
+    box.serve()
+    assert set(box.failed()) == {one, other}
+    assert box.crashes <= 2 * most_crashes(16)
+    del box.submits[other]
+    box.assert_others_right(one)
+
+
+def test_what_other_requests_wait_for_a_poison_one_is_bounded() -> None:
+    """Each crash costs a restart and two tokens of each half: a few rounds."""
+    calm, struck = DeadlyBox(lambda box, plan: False, True), DeadlyBox(in_batch("r5"), True)
+    rounds = []
+    for box in (calm, struck):
+        for index in range(16):
+            box.submit(request(f"r{index}", 5, 40, seed=index, arrival_ns=index))
+        count = 0
+        while box.core.live_requests() or box.lost or not box.ends:
+            count += 1
+            if not box.knows("w0"):
+                box.beat("w0")
+            box.round("w0")
+            box.resume()
+        rounds.append(count)
+    assert rounds[1] <= rounds[0] + 10 * most_crashes(16)
+
+
 @pytest.mark.parametrize("policy", ["static", "dynamic"])
 def test_held_batches_are_tried_too(policy: str) -> None:
     box = DeadlyBox(in_batch("r3"), True, policy=policy)
