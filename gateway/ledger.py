@@ -227,9 +227,16 @@ class Ledger(Generic[Owner]):
                 self.dropped_entries += 1
 
     def apply_event(self, event: RequestEvent) -> tuple[RequestRecord[Owner], Broken | Lost] | None:
-        """What a scheduler's word means: the request is to be resumed, or a choice, or all, ends with an error."""
+        """What a scheduler's word means: the request is to be resumed, or a choice, or all, ends with an error.
+
+        One worker's loss tells of some of the choices, another one's that the request is to blame: what is final counts
+        for an older attempt too, until a newer one is accepted.
+        """
         record = self._records.get(event.request_id)
-        if record is None or event.attempt != record.attempt or event.epoch < self.epoch:
+        if record is None or event.epoch < self.epoch:
+            return None
+        lost = event.kind in ("lost", "moved")
+        if event.attempt not in ((record.attempt,) if lost else record.attempts_to_cancel()):
             return None
         if event.choice >= len(record.choices):
             return None
@@ -237,7 +244,7 @@ class Ledger(Generic[Owner]):
         if all(choice.closed for choice in affected):
             return None
         reason = f"the request was {event.kind}: {event.reason or 'no reason given'}"
-        if event.kind in ("lost", "moved"):
+        if lost:
             return record, Lost(event.kind, reason)
         for choice in affected:
             choice.closed = choice.ended = True

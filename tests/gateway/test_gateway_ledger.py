@@ -139,6 +139,24 @@ def test_events_end_what_they_name() -> None:
     assert event(-1) is None
 
 
+def test_the_last_word_counts_for_an_attempt_that_may_still_run() -> None:
+    """Two workers die of one request: the first one's choices are lost, and then it is convicted."""
+    ledger, record = ledger_with(n=2, attempt=1)
+
+    def event(kind: str, attempt: int) -> object:
+        return ledger.apply_event(RequestEvent(EPOCH, kind, "r", attempt, 1, "it kills"))
+
+    assert event("lost", 1) == (record, Lost("lost", "the request was lost: it kills"))
+    record.suspend("lost", "", 0.0)
+    assert event("lost", 1) is None and event("failed", 0) is None
+    assert event("failed", 1) == (record, Broken(1, "the request was failed: it kills"))
+    ledger, record = ledger_with(n=2, attempt=1)
+    record.suspend("lost", "", 0.0)
+    record.accept(EPOCH)
+    assert event("failed", 1) is None and event("dropped", 3) is None
+    assert event("failed", 2) is not None
+
+
 def test_a_resume_goes_on_behind_what_is_here() -> None:
     ledger, record = ledger_with(n=3, attempt=1)
     first = record.submit
