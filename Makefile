@@ -1,12 +1,14 @@
 # make up      run a whole mesh on this machine: http://127.0.0.1:8000
 # make test    the test suite          make check   lint, format, types
 # make bench   measure this machine    ARGS="..."   is passed on
-# make fuzz    the scheduler's invariants under thousands of random loads (the nightly run)
+# make fuzz    random loads for the scheduler's invariants, then random faults for the whole mesh on virtual time
+#              (the nightly run): SECONDS=600 of the latter, or ARGS="--first N --count N", ARGS="--seed N -v"
 #
 # PYTHON: the interpreter to build on (3.11 or newer). TORCH_INDEX: see compose/install-torch.sh.
 
 PYTHON ?= python3
 VENV ?= .venv
+SECONDS ?= 600
 BIN := $(VENV)/bin
 
 .PHONY: up test check bench fuzz cpu-kernels
@@ -24,7 +26,8 @@ check: $(VENV)/.installed-dev
 	$(BIN)/mypy
 
 fuzz: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest tests/scheduler/core/test_core_properties.py --hypothesis-profile=fuzz --timeout=0 $(ARGS)
+	$(if $(ARGS),,$(BIN)/python -m pytest tests/scheduler/core/test_core_properties.py --hypothesis-profile=fuzz --timeout=0)
+	$(BIN)/python tests/deterministic $(if $(ARGS),$(ARGS),--seconds $(SECONDS))
 
 bench: $(VENV)/.installed-all
 	@$(BIN)/headrace bench $(ARGS)
