@@ -48,3 +48,15 @@ def test_the_highest_epoch_wins() -> None:
     assert view.epoch == 5
     assert view.silence_s(100.0) == 99.0
     assert not view.observe(beat(0), 100.0)
+
+
+def test_a_mesh_that_was_ready_within_ten_seconds_was_so_lately() -> None:
+    view = MeshView(3.0)
+    assert not view.lately_ready("m", 0.0)
+    view.observe(beat(2), 100.0)
+    view.observe(beat(2, workers=0), 101.0)
+    view.observe(beat(3, draining=True), 102.0)
+    assert view.lately_ready("m", 110.0) and not view.lately_ready("m", 110.1)
+    assert not view.lately_ready("other", 102.0)
+    view.observe(beat(3, name="other"), 120.0)
+    assert not view.lately_ready("m", 110.0), "what is too old is forgotten"
