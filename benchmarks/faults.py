@@ -2,6 +2,7 @@
 
     python benchmarks/faults.py [--dtype float32,bfloat16] [--seconds 10] [--only worker] [--quick] [--model FOLDER]
     python benchmarks/faults.py --soak 30 [--every 20] [--clients 32] [--seed 1]
+    python benchmarks/faults.py --rolling 2 [--clients 8]
 
 Each fault has a mesh of its own: NATS, scheduler, worker and gateway as separate processes, each of which reaches NATS
 through a proxy. What is killed is started again at once, as by a supervisor; a partition is a proxy that passes nothing
@@ -15,13 +16,16 @@ part, *doubled* has a part twice, *failed* ended with an error behind a right be
 unless ``--model`` names another. Exits with 1 if any answer is not exactly the undisturbed one.
 
 ``--soak`` keeps two processes of each kind saturated for so many minutes with a random fault each ``--every`` seconds,
-compares every answer, watches every process's memory, and at the end looks whether all blocks are free.
+compares every answer, watches every process's memory, and at the end looks whether all blocks are free. ``--rolling``
+restarts every process of a ``headrace up`` by ``headrace restart``, so many times, under load: no answer may fail or
+differ, and the gaps between pieces are compared with those while nothing happens.
 """
 
 from __future__ import annotations
 
 import argparse
 import signal
+import statistics
 import sys
 import tempfile
 import time
@@ -33,7 +37,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "mesh")]
 
 from fault_matrix import FAULTS, Fault, Known, Outcome, tried, undisturbed  # noqa: E402
 from fault_mesh import FaultMesh, fault_mesh  # noqa: E402
-from fault_soak import Soaked, many, soak  # noqa: E402
+from fault_rolling import rolled, running_up  # noqa: E402
+from fault_soak import Pressure, Soaked, many, soak  # noqa: E402
 from tiny_models import make_tiny_model  # noqa: E402
 
 from headrace.text_table import table  # noqa: E402
@@ -41,6 +46,7 @@ from headrace.text_table import table  # noqa: E402
 QUICK_KINDS = ("nothing", "kill")
 QUICK_S = 3.0
 RESUME_TIMEOUT = ("--resume-timeout-s", "120")  # a slow machine starts slowly: no stream is given up for that
+BEFORE_S = 20.0
 MIB = 1 << 20
 
 
@@ -51,6 +57,8 @@ def main() -> int:
         model = Path(args.model) if args.model else make_tiny_model(Path(folder) / "tiny", seed=9)
         if args.soak:
             return soaked(model, args)
+        if args.rolling:
+            return rolling(model, args)
         return max(matrix(model, dtype, args) for dtype in args.dtype.split(","))
 
 
@@ -65,8 +73,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=1, help="compute threads of a worker")
     parser.add_argument("--kv-cache-memory", default="64MiB", help="of a worker")
     parser.add_argument("--soak", type=float, default=0.0, metavar="MINUTES", help="saturation and random faults")
+    parser.add_argument("--rolling", type=int, default=0, metavar="TIMES", help="`headrace restart` under load")
     parser.add_argument("--every", type=float, default=20.0, help="seconds from fault to fault of a soak")
-    parser.add_argument("--clients", type=int, default=32, help="requests that a soak keeps open")
+    parser.add_argument("--clients", type=int, default=32, help="requests that a soak or --rolling keeps open")
     parser.add_argument("--seed", type=int, default=1, help="of a soak's faults and requests")
     parser.add_argument("--logs", action="store_true", help="the logs of every process behind a fault that showed")
     return parser.parse_args()
@@ -102,7 +111,7 @@ def matrix(model: Path, dtype: str, args: argparse.Namespace) -> int:
 def one(mesh: FaultMesh, fault: Fault, known: dict[bool, Known], length: int, seconds: float) -> Outcome:
     resume = fault.victim == "gateway" and fault.kind == "kill"
     if resume not in known:
-        known[resume] = undisturbed(mesh, length, resume=resume)
+        known[resume] = undisturbed(mesh.urls, length, resume=resume)
     outcome = tried(mesh, known[resume], fault, seconds)
     mesh.wait_ready()
     mesh.quiescence()
@@ -130,7 +139,7 @@ def soaked(model: Path, args: argparse.Namespace) -> int:
     }
     with fault_mesh(model, schedulers=2, workers=2, gateways=2, **flags) as mesh:
         note(f"{dtype}: the answers while nothing happens")
-        known = many({length: undisturbed(mesh, length) for length in (args.length // 4, args.length // 2)})
+        known = many({length: undisturbed(mesh.urls, length) for length in (args.length // 4, args.length // 2)})
         note(f"{len(known.wanted)} requests, {args.clients} at a time, for {args.soak:g} minutes")
         result = soak(mesh, known, args.soak, clients=args.clients, every_s=args.every, seed=args.seed, show=note)
         mesh.wait_ready()
@@ -151,6 +160,25 @@ def report(result: Soaked, used: float) -> None:
     growth = result.growth().items()
     rows = [[name, f"{most / MIB:.0f}", f"{per_minute / MIB:+.2f}"] for name, (most, per_minute) in growth]
     print(table([["process", "most MiB", "MiB a minute"], *rows]), flush=True)
+
+
+def rolling(model: Path, args: argparse.Namespace) -> int:
+    flags = (*worker_flags(args.dtype.split(",")[0], args), *RESUME_TIMEOUT)
+    with running_up(model, *flags) as up:
+        known = undisturbed([up.url], args.length)
+        pressure = [Pressure([up.url], known, args.clients, seed, note) for seed in (args.seed, args.seed + 1)]
+        result = rolled(up, (pressure[0], pressure[1]), args.rolling, BEFORE_S)
+    for line in result.said:
+        note(line)
+    rows = []
+    for name, booked in (("nothing", result.before), (f"{args.rolling} rolling restarts", result.during)):
+        percents = statistics.quantiles(booked.gaps_s, n=1000)
+        wrong = sum(booked.verdicts.values())
+        gaps = (percents[499], percents[989], percents[998], max(booked.gaps_s))
+        rows.append([name, str(booked.answers), str(wrong), *(f"{1e3 * gap:.1f}" for gap in gaps)])
+    print(f"\n{args.clients} clients, {result.took_s:.0f} s of restarts; gaps between two pieces in ms\n")
+    print(table([["meanwhile", "answers", "failed or wrong", "p50", "p99", "p99.9", "max"], *rows]), flush=True)
+    return int(bool(result.during.verdicts or result.before.verdicts))
 
 
 def note(line: str) -> None:

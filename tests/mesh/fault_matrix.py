@@ -122,17 +122,17 @@ class Outcome:
         return max(self.pauses_s)
 
 
-def undisturbed(mesh: FaultMesh, length: int, *, resume: bool = False) -> Known:
-    """Ask for everything, of ``length`` tokens, while nothing happens."""
+def undisturbed(urls: Sequence[str], length: int, *, resume: bool = False) -> Known:
+    """Ask the gateways for everything, of ``length`` tokens, while nothing happens."""
     wanted = resuming(asks(length)) if resume else asks(length)
     stopping = [ask for ask in wanted if ask.body.get("stop") == []]
-    without = dict(zip((ask.name for ask in stopping), _whole(mesh, stopping), strict=True))
+    without = dict(zip((ask.name for ask in stopping), _whole(urls, stopping), strict=True))
     wanted = with_stops(wanted, lambda ask: without[ask.name])
-    return Known(wanted, _whole(mesh, wanted))
+    return Known(wanted, _whole(urls, wanted))
 
 
-def _whole(mesh: FaultMesh, wanted: Sequence[Ask]) -> list[Answer]:
-    answers = Reading(mesh.urls, wanted, MODEL).result()
+def _whole(urls: Sequence[str], wanted: Sequence[Ask]) -> list[Answer]:
+    answers = Reading(urls, wanted, MODEL).result()
     for ask, answer in zip(wanted, answers, strict=True):
         assert answer.whole and not answer.error, f"{ask.name}: {answer.error or 'no end'}"
     return answers

@@ -29,6 +29,7 @@ from headrace.nats_server import NatsServer
 MODEL = "m"
 LOOK_EVERY_S = 0.01  # how soon a process that has ended is started again
 LEAST_LIFE_S = 0.5  # between two starts of one that cannot live
+START_S = 240.0  # catches hangs
 KEPT_LIVES, KEPT_LOG_LINES = 3, 60
 
 
@@ -239,7 +240,7 @@ class FaultMesh:
             return False
         return self.load().get("headrace_workers") == len(self.of_kind("worker"))
 
-    def wait_ready(self, within_s: float = DEADLINE_S) -> None:
+    def wait_ready(self, within_s: float = START_S) -> None:
         eventually(self.ready, "the whole mesh is ready", within_s)
 
     def quiet(self) -> bool:

@@ -8,8 +8,9 @@ import statistics
 import threading
 import time
 import uuid
+from array import array
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -30,7 +31,7 @@ class Soaked:
     verdicts: Counter[str] = field(default_factory=Counter)  # but for right answers
     errors: Counter[str] = field(default_factory=Counter)
     faults: Counter[str] = field(default_factory=Counter)
-    pauses_s: list[float] = field(default_factory=list)
+    gaps_s: array[float] = field(default_factory=lambda: array("d"))  # between two pieces of a stream
     rss: dict[tuple[str, int], list[tuple[float, int]]] = field(default_factory=lambda: defaultdict(list))
     """(process, pid) -> (monotonic s, resident bytes), as it was seen."""
 
@@ -46,63 +47,86 @@ class Soaked:
         return found
 
 
+class Pressure:
+    """``clients`` that ask for one known answer after another, and compare. Of a ``with`` block's length."""
+
+    def __init__(
+        self, urls: Sequence[str], known: Known, clients: int, seed: int, show: Callable[[str], None],
+        resumes: bool = False,
+    ) -> None:  # fmt: skip
+        """``show`` gets a line for each answer that is not right. ``resumes``: the clients come again."""
+        self.booked = Soaked()
+        self.booking = threading.Lock()
+        self._urls, self._known, self._seed, self._show, self._resumes = urls, known, seed, show, resumes
+        self._over = threading.Event()
+        self._reader = Client(MODEL)
+        self._threads = [threading.Thread(target=self._ask_on, args=(index,), daemon=True) for index in range(clients)]
+
+    def __enter__(self) -> Pressure:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Waits for the answers that are under way."""
+        self._over.set()
+        for thread in self._threads:
+            thread.join()
+        self._reader.close()
+
+    def _ask_on(self, index: int) -> None:
+        choose = random.Random(f"{self._seed} {index}")
+        while not self._over.is_set():
+            at, first = choose.randrange(len(self._known.wanted)), choose.randrange(len(self._urls))
+            ask = self._known.wanted[at]
+            if self._resumes:
+                ask = replace(ask, resumes=True, key=uuid.uuid4().hex)
+            answer = Answer()
+            self._reader.read([*self._urls[first:], *self._urls[:first]], ask, answer)
+            what = verdict(answer, self._known.answers[at])
+            with self.booking:
+                self.booked.answers += 1
+                self.booked.gaps_s.extend(answer.gaps_s())
+                if what:
+                    self.booked.verdicts[what] += 1
+                    self.booked.errors[answer.error] += 1
+                    self._show(f"{what}: {ask.name}: {answer.error}")
+
+
 def soak(
     mesh: FaultMesh, known: Known, minutes: float, *, clients: int, every_s: float, seed: int,
     show: Callable[[str], None],
 ) -> Soaked:  # fmt: skip
     """Keep ``clients`` requests open for ``minutes`` and do a fault each ``every_s``. The mesh has two of each kind."""
-    soaked = Soaked()
-    booking = threading.Lock()
     over = threading.Event()
-    reader = Client(MODEL)
-
-    def ask_on(index: int) -> None:
-        choose = random.Random(f"{seed} {index}")
-        while not over.is_set():
-            at = choose.randrange(len(known.wanted))
-            first = choose.randrange(len(mesh.urls))
-            ask = replace(known.wanted[at], resumes=True, key=uuid.uuid4().hex)
-            answer = Answer()
-            reader.read([*mesh.urls[first:], *mesh.urls[:first]], ask, answer)
-            what = verdict(answer, known.answers[at])
-            with booking:
-                soaked.answers += 1
-                soaked.pauses_s.append(answer.pause_s())
-                if what:
-                    soaked.verdicts[what] += 1
-                    soaked.errors[answer.error] += 1
-                    show(f"{what}: {ask.name}: {answer.error}")
-
-    def look_on() -> None:
-        while not over.wait(LOOK_EVERY_S):
-            for name in (mesh.nats.name, *mesh.services):
-                pid = mesh.member(name).pid
-                size = resident_bytes(pid)
-                if size:
-                    soaked.rss[name, pid].append((time.monotonic(), size))
-
-    threads = [threading.Thread(target=ask_on, args=(index,), daemon=True) for index in range(clients)]
-    watcher = threading.Thread(target=look_on, daemon=True)
-    for thread in (*threads, watcher):
-        thread.start()
     draw = random.Random(seed)
     faults = [fault for fault in FAULTS if fault.kind != "nothing"]
-    ends_s = time.monotonic() + 60 * minutes
-    next_s = time.monotonic() + every_s
-    while time.monotonic() < ends_s - every_s:  # the last one leaves time to go on
-        time.sleep(max(0.0, next_s - time.monotonic()))
-        next_s += every_s
-        fault, length_s = draw.choice(faults), draw.uniform(SHORTEST_S, LONGEST_S)
-        with booking:
-            soaked.faults[fault.name] += 1
-            show(f"{soaked.answers} answers; {fault.name}{f' for {length_s:.1f} s' if fault.kind != 'kill' else ''}")
-        fault.inflict(mesh, length_s)
-    time.sleep(max(0.0, ends_s - time.monotonic()))
-    over.set()
-    for thread in (*threads, watcher):
-        thread.join()
-    reader.close()
-    return soaked
+    with Pressure(mesh.urls, known, clients, seed, show, resumes=True) as pressure:
+        booked = pressure.booked
+
+        def look_on() -> None:
+            while not over.wait(LOOK_EVERY_S):
+                for name in (mesh.nats.name, *mesh.services):
+                    pid = mesh.member(name).pid
+                    size = resident_bytes(pid)
+                    if size:
+                        booked.rss[name, pid].append((time.monotonic(), size))
+
+        watcher = threading.Thread(target=look_on, daemon=True)
+        watcher.start()
+        ends_s = time.monotonic() + 60 * minutes
+        next_s = time.monotonic() + every_s
+        while time.monotonic() < ends_s - every_s:  # the last one leaves time to go on
+            time.sleep(max(0.0, next_s - time.monotonic()))
+            next_s += every_s
+            fault, length_s = draw.choice(faults), draw.uniform(SHORTEST_S, LONGEST_S)
+            booked.faults[fault.name] += 1
+            show(f"{booked.answers} answers; {fault.name}{f' for {length_s:.1f} s' if fault.kind != 'kill' else ''}")
+            fault.inflict(mesh, length_s)
+        time.sleep(max(0.0, ends_s - time.monotonic()))
+        over.set()
+        watcher.join()
+    return booked
 
 
 def resident_bytes(pid: int) -> int:

@@ -100,9 +100,13 @@ class Answer:
         if choice["finish_reason"] is not None:
             self.finishes.setdefault(index, []).append(choice["finish_reason"])
 
+    def gaps_s(self) -> list[float]:
+        """The times between two pieces."""
+        return [later - sooner for sooner, later in zip(self.came_s, self.came_s[1:], strict=False)]
+
     def pause_s(self) -> float:
         """How much longer the longest gap between two pieces was than the usual one."""
-        gaps = [later - sooner for sooner, later in zip(self.came_s, self.came_s[1:], strict=False)]
+        gaps = self.gaps_s()
         return max(gaps) - statistics.median(gaps) if gaps else 0.0
 
 

@@ -30,7 +30,7 @@ def ready(tiny: Path) -> Iterator[Ready]:
     """A standby for the scheduler, a sole worker; every test leaves it whole."""
     worker = ("--dtype", "float32", "--threads", "1", "--kv-cache-memory", "64MiB")
     with fault_mesh(tiny, schedulers=2, worker=worker) as mesh:
-        yield Ready(mesh, undisturbed(mesh, LENGTH))
+        yield Ready(mesh, undisturbed(mesh.urls, LENGTH))
 
 
 @pytest.mark.parametrize(

@@ -126,7 +126,7 @@ class ClockJumps(Fault):
 
 
 def check(mesh: FaultMesh, fault: Fault, length_s: float) -> None:
-    known = undisturbed(mesh, LENGTH)
+    known = undisturbed(mesh.urls, LENGTH)
     outcome = tried(mesh, known, fault, length_s)
     assert not outcome.wrong, f"{outcome.wrong}\n{outcome.errors}\n{mesh.logs()}"
     assert outcome.cut, "the fault came too late to show anything"
