@@ -62,6 +62,11 @@ def likelihood(state: int, token: int, top: int, vocab_size: int) -> TokenLogpro
     return TokenLogprob(-10 - (_mix(state ^ token) % 1000) / 100, rank, top_ids, top_log_probs)
 
 
+def score(state: int, token: int) -> float:
+    """A made-up log-probability of ``token`` where only the sum over an output is asked for."""
+    return -(_mix(state ^ token) % 1000) / 100
+
+
 def expected_tokens(prompt: list[int], seed: int, count: int, vocab_size: int, choice: int = 0) -> list[int]:
     """What the simulated worker generates for a prompt: the oracle of the tests."""
     state = 0
@@ -143,7 +148,7 @@ class SimulatedRunner:
         if slot.sampling.logprobs >= 0:
             sampled.logprobs[place] = likelihood(state, token, slot.sampling.logprobs, vocab_size)
         if slot.sampling.want_score:
-            sampled.log_probs[place] = -(_mix(state ^ token) % 1000) / 100
+            sampled.log_probs[place] = score(state, token)
 
     def _prompt(self, batch: Batch, row: Row) -> list[tuple[Slot, int, list[TokenLogprob]]]:
         slot = row.slot

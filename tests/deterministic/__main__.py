@@ -16,9 +16,9 @@ from schedules import random_mesh  # noqa: E402
 from simulated_mesh import Violation  # noqa: E402
 
 
-def run_one(seed: int, strict: bool = True) -> str:
+def run_one(seed: int) -> str:
     """Empty, or what went wrong."""
-    mesh = random_mesh(seed, strict)
+    mesh = random_mesh(seed)
     try:
         mesh.run()
     except Violation as violation:
@@ -28,8 +28,8 @@ def run_one(seed: int, strict: bool = True) -> str:
     return ""
 
 
-def replay(seed: int, strict: bool, verbose: bool) -> int:
-    mesh = random_mesh(seed, strict, verbose)
+def replay(seed: int, verbose: bool) -> int:
+    mesh = random_mesh(seed, verbose)
     failure = ""
     try:
         mesh.run()
@@ -42,13 +42,13 @@ def replay(seed: int, strict: bool, verbose: bool) -> int:
     return int(bool(failure))
 
 
-def work(first: int, stride: int, count: int, seconds: float, strict: bool, results: multiprocessing.Queue) -> None:
+def work(first: int, stride: int, count: int, seconds: float, results: multiprocessing.Queue) -> None:
     gc.disable()
     began = time.monotonic()
     cpu = time.process_time()
     seed, done, failures = first, 0, 0
     while (not count or done < count) and (not seconds or time.monotonic() - began < seconds):
-        failure = run_one(seed, strict)
+        failure = run_one(seed)
         done += 1
         seed += stride
         if failure:
@@ -68,10 +68,9 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=0, help="how many schedules each process runs; 0: until the time")
     parser.add_argument("--seconds", type=float, default=0.0, help="how long; 0: until the count")
     parser.add_argument("--processes", type=int, default=multiprocessing.cpu_count())
-    parser.add_argument("--lenient", action="store_true", help="what was accepted may end with an explicit error")
     options = parser.parse_args()
     if options.seed is not None:
-        return replay(options.seed, not options.lenient, options.verbose)
+        return replay(options.seed, options.verbose)
     if not options.count and not options.seconds:
         options.seconds = 60.0
     results: multiprocessing.Queue = multiprocessing.Queue()
@@ -83,7 +82,6 @@ def main() -> int:
                 options.processes,
                 options.count,
                 options.seconds,
-                not options.lenient,
                 results,
             ),
         )

@@ -6,8 +6,9 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from simulated_mesh import EOS, VOCAB, Ask, SimulatedMesh
-from simulated_nodes import Node
+from simulated_clients import Ask
+from simulated_mesh import SimulatedMesh
+from simulated_nodes import VOCAB, Node
 
 KINDS = (
     "kill", "kill", "kill", "hang", "hang", "partition", "partition", "cut", "server", "slow", "delay", "clock",
@@ -15,7 +16,7 @@ KINDS = (
 )  # fmt: skip
 
 
-def random_mesh(seed: int, strict: bool = True, verbose: bool = False) -> SimulatedMesh:
+def random_mesh(seed: int, verbose: bool = False) -> SimulatedMesh:
     rng = random.Random(seed)
     block_size = rng.choice((2, 4, 4, 8))
     mesh = SimulatedMesh(
@@ -26,7 +27,6 @@ def random_mesh(seed: int, strict: bool = True, verbose: bool = False) -> Simula
         block_size=block_size,
         num_blocks=rng.choice((12, 20, 40, 80)) * 4 // block_size,
         step_ms=rng.choice((5.0, 20.0, 60.0)),
-        strict=strict,
         verbose=verbose,
         scheduler_options={
             "max_num_seqs": rng.choice((2, 4, 16)),
@@ -51,13 +51,17 @@ def _load(mesh: SimulatedMesh, rng: random.Random, span_s: float) -> None:
         max_tokens = min(rng.randrange(3, 31), room // n - len(prompt) - mesh.capacity.block_size * n)
         if max_tokens < 1:
             continue
+        beams = n if rng.random() < 0.06 and mesh.scheduler_config.max_num_seqs >= n else 0
+        if beams:
+            max_tokens = min(max_tokens, 8)
+        logprobs = not beams and rng.random() < 0.1
         stops = {choice: rng.randrange(1, max_tokens + 1) for choice in range(n) if rng.random() < 0.15}
         mesh.ask(
             Ask(
                 f"r{index}",
                 1.0 + rng.random() * span_s,
                 rng.randrange(2),
-                prompt,
+                tuple(prompt),
                 rng.randrange(1 << 40),
                 max_tokens,
                 n,
@@ -65,7 +69,11 @@ def _load(mesh: SimulatedMesh, rng: random.Random, span_s: float) -> None:
                 ignore_eos=rng.random() < 0.5,
                 priority=rng.choice((0, 0, 0, 1)),
                 tenant=rng.choice(("", "", "a", "b")),
-                stops=stops,
+                stops={} if beams else stops,
+                beam_width=beams,
+                scored=not beams and rng.random() < 0.1,
+                logprobs=logprobs,
+                prompt_logprobs=logprobs and rng.random() < 0.5,
                 leaves_s=rng.uniform(0.01, 1.5) if rng.random() < 0.12 else 0.0,
             )
         )
@@ -165,6 +173,3 @@ def _delay(node: Node, seconds: float) -> None:
 def _set_clock(node: Node, seconds: float) -> None:
     node.mesh.note(node.name, f"CLOCK {seconds:+} s")
     node.unix_offset_ns += int(seconds * 1e9)
-
-
-__all__ = ["EOS", "random_mesh"]

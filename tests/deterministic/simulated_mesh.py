@@ -12,39 +12,34 @@ import logging
 import random
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import msgspec
 from memory_store import MemoryStore
 from simulated_bus import Connection, Server
+from simulated_clients import Ask, Client
 from simulated_nodes import (
+    EOS,
     MODEL,
+    VOCAB,
     GatewayNode,
     Node,
     SchedulerNode,
-    StepTime,
     WorkerNode,
     capacity,
     virtual_step_loops,
 )
-from virtual_time import START_NS, Agenda, Clock, NodeLoop, virtual_time
+from virtual_time import START_NS, Agenda, Clock, virtual_time
 
 from gateway.config import GatewayConfig
-from gateway.dispatch import Dispatch, Part
-from gateway.errors import ApiError
-from gateway.flight import Flight
 from scheduler.config import SchedulerConfig
 from scheduler.core.core import SchedulerCore
-from shared.messages import EndReason, Message, Sampling, StepPlan, Submit, decode, pack_tokens
+from shared.messages import Message, StepPlan, decode
 from worker.config import WorkerConfig
-from worker.simulated import chain, pick
+from worker.simulated import StepTime
 
 Wanted = TypeVar("Wanted", bound=Message)
 
-VOCAB = 61
-EOS = 7
-CONVICTED = "has twice ended the worker"  # in the reason of a request that is failed for it
 IDLE_S = 15.0  # by then a mesh that nobody asks anything has nothing left in its books
 
 
@@ -52,177 +47,21 @@ class Violation(AssertionError):
     """A promise was broken; the message has all that were."""
 
 
-@dataclass
-class Ask:
-    """One request of one client."""
-
-    name: str
-    at_s: float
-    gateway: int
-    prompt: list[int]
-    seed: int
-    max_tokens: int
-    n: int = 1
-    min_tokens: int = 0
-    ignore_eos: bool = False
-    priority: int = 0
-    tenant: str = ""
-    stops: dict[int, int] = field(default_factory=dict)  # choice -> tokens after which a stop string matches
-    leaves_s: float = 0.0  # when the client hangs up, seconds after it came; 0: never
-
-    def expected(self, choice: int) -> tuple[list[int], str]:
-        """What the choice must say, and why it ends."""
-        state = 0
-        for token in self.prompt:
-            state = chain(state, token)
-        tokens: list[int] = []
-        while True:
-            token = pick(state, self.seed, 0, choice, len(self.prompt) + len(tokens), VOCAB)
-            if len(tokens) < self.min_tokens and token == EOS:
-                token += 1
-            tokens.append(token)
-            state = chain(state, token)
-            if len(tokens) == self.stops.get(choice):
-                return tokens, EndReason.STOP.value
-            if len(tokens) > self.min_tokens and token == EOS and not self.ignore_eos:
-                return tokens, EndReason.STOP.value
-            if len(tokens) >= self.max_tokens:
-                return tokens, EndReason.LENGTH.value
-
-
-class TokenText:
-    """In place of a choice's text: checks each token as it comes."""
-
-    def __init__(self, client: Client, choice: int) -> None:
-        self._client = client
-        self._choice = choice
-        self._expected, self._end = client.ask.expected(choice)
-        self._stop = client.ask.stops.get(choice, 0)
-        self.num_tokens = 0
-        self.stopped_here = False
-        self.finish_reason: str | None = None
-
-    def feed(self, tokens: list[int], end: str = "", logprobs: Any = ()) -> str:
-        taken = 0
-        for token in tokens:
-            place = self.num_tokens
-            if place >= len(self._expected) or token != self._expected[place]:
-                should = self._expected[place] if place < len(self._expected) else "nothing"
-                self._client.violate(f"choice {self._choice}: token {place} is {token}, not {should}")
-            self.num_tokens += 1
-            taken += 1
-            if self.num_tokens == self._stop:
-                self.stopped_here = True
-                self._finish(EndReason.STOP.value)
-                return "t" * taken
-        if end:
-            self._finish(end)
-        return "t" * taken
-
-    def take_details(self) -> list[Any]:
-        return []
-
-    def _finish(self, end: str) -> None:
-        self.finish_reason = end
-        if self.num_tokens != len(self._expected) or end != self._end:
-            have, should = self.num_tokens, len(self._expected)
-            self._client.violate(
-                f"choice {self._choice} ends as {end} with {have} tokens, not as {self._end} with {should}"
-            )
-
-
-class Client:
-    """One request's way through a gateway, as the HTTP side goes it. ``outcome``: how it went."""
-
-    def __init__(self, mesh: SimulatedMesh, ask: Ask) -> None:
-        self.mesh = mesh
-        self.ask = ask
-        self.outcome = "unborn"
-        self.error = ""
-
-    def violate(self, text: str) -> None:
-        self.mesh.violate(f"{self.ask.name}: {text}")
-
-    def come(self) -> None:
-        gateways = self.mesh.gateways
-        node = gateways[self.ask.gateway % len(gateways)]
-        self.outcome = "open"
-        if not node.serve_client(self):
-            self.end("nobody listens")
-
-    def end(self, outcome: str) -> None:
-        self.outcome = outcome
-        self.mesh.open_clients -= 1
-
-    @property
-    def over(self) -> bool:
-        return self.outcome not in ("unborn", "open")
-
-    async def go(self, dispatch: Dispatch, loop: NodeLoop) -> None:
-        ask = self.ask
-        mesh = self.mesh
-        flight = Flight(mesh.clock.monotonic(), dispatch._metrics)
-        choices = [flight.add_choice(TokenText(self, index)) for index in range(ask.n)]  # type: ignore[arg-type]
-        sampling = Sampling(
-            ask.seed, ask.max_tokens, ignore_eos=ask.ignore_eos, min_tokens=ask.min_tokens,
-        )  # fmt: skip
-        submit = Submit(
-            ask.name, 1, dispatch.gateway_id, MODEL, pack_tokens(ask.prompt), sampling, mesh.clock.time_ns(), n=ask.n,
-            priority=ask.priority, tenant=ask.tenant,
-        )  # fmt: skip
-        if ask.leaves_s:
-            loop.call_later(ask.leaves_s, flight.abandon)
-        accepted = False
-        record = dispatch.open(submit, Part(flight, choices))
-        try:
-            await dispatch.offer(record)
-            accepted = True
-            while await flight.wait():
-                pass
-        except ApiError as error:
-            flight.fail(error)
-        finally:
-            dispatch.release(record)
-        if flight.client_gone:
-            self.end("left")
-        elif flight.error is None:
-            self.end("finished")
-            if any(choice.text.finish_reason is None for choice in choices):
-                self.violate("it ended before all choices had")
-        else:
-            self.error = str(flight.error)
-            self.end(self._judge(flight.error, accepted))
-
-    def _judge(self, error: ApiError, accepted: bool) -> str:
-        """A request may be refused while the mesh has no leader or no worker, and fail only if it ends workers."""
-        mesh = self.mesh
-        if not accepted:
-            if error.status not in (404, 429, 503) or mesh.undisturbed:
-                self.violate(f"it was refused: {self.error}")
-            return "refused"
-        if CONVICTED in self.error and (self.ask.name in mesh.deadly or mesh.seeming_crashes >= 2):
-            return "convicted"
-        if mesh.strict:
-            self.violate(f"it was given up: {self.error}")
-        return "failed"
-
-
 class SimulatedMesh:
-    """``strict``: what was accepted must be answered, whatever happens.
+    """What was accepted must be answered, whatever happens.
 
     ``check_every``: messages to a scheduler from one look at its core's books to the next, which takes its time.
     """
 
     def __init__(
         self, seed: int, *, schedulers: int = 1, workers: int = 1, gateways: int = 1, num_blocks: int = 64,
-        block_size: int = 4, step_ms: float = 10.0, check_every: int = 4, strict: bool = True, verbose: bool = False,
+        block_size: int = 4, step_ms: float = 10.0, check_every: int = 4, verbose: bool = False,
         scheduler_options: dict[str, Any] | None = None, gateway_options: dict[str, Any] | None = None,
     ) -> None:  # fmt: skip
         self.seed = seed
         self.rng = random.Random(seed)
         self.clock = Clock()
         self.agenda = Agenda(self.clock)
-        self.strict = strict
         self.check_every = check_every
         self.verbose = verbose
         self.log: list[str] = []
@@ -250,8 +89,8 @@ class SimulatedMesh:
 
     # --- what happens -----------------------------------------------------------------------------------------------
 
-    def ask(self, ask: Ask) -> Client:
-        client = Client(self, ask)
+    def ask(self, ask: Ask, checked: bool = True) -> Client:
+        client = Client(self, ask, checked)
         self.clients.append(client)
         self.open_clients += 1
         self.agenda.at(START_NS + int(ask.at_s * 1e9), client.come)
@@ -349,7 +188,7 @@ class SimulatedMesh:
         while True:
             while awake:
                 loop = awake.popleft()
-                loop.node.run_once(loop)
+                loop.node.run(loop)
             moments += 1
             following = agenda.due_ns
             if self.violations or following > limit_ns or (moments % 16 == 0 and done()):

@@ -28,13 +28,16 @@ from shared.messages import Capacity, StepPlan
 from worker import service as worker_service
 from worker.metrics import WorkerMetrics
 from worker.service import WorkerService
-from worker.simulated import SimulatedRunner, StepTime
+from worker.simulated import SimulatedRunner
 from worker.step_loop import StepLoop
 
 if TYPE_CHECKING:
-    from simulated_mesh import Client, SimulatedMesh
+    from simulated_clients import Client
+    from simulated_mesh import SimulatedMesh
 
 MODEL = "m"
+VOCAB = 61
+EOS = 7
 LOAD_S = 0.3  # how long a worker loads its model
 STARTS_S = 15.0  # a process that has no bus for so long after its start may give up
 SUPERVISOR_S = 0.5  # from the end of a process to its next start
@@ -104,8 +107,8 @@ class Node:
     def hung(self) -> bool:
         return self.hung_until_ns > self.mesh.clock.now_ns
 
-    def run_once(self, loop: NodeLoop) -> None:
-        """One iteration of its loop, unless it is stopped, or the loop is that of a process that is gone."""
+    def run(self, loop: NodeLoop) -> None:
+        """Let its loop run, unless it is stopped, or the loop is that of a process that is gone."""
         if loop is not self.loop:
             return
         if self.hung:
@@ -113,7 +116,7 @@ class Node:
             self.mesh.agenda.at(self.hung_until_ns, loop.wake)
             return
         self.mesh.clock.unix_offset_ns = self.unix_offset_ns
-        loop.run_once()
+        loop.run()
         if self._main is not None and self._main.done():
             self._ended()
 
@@ -344,6 +347,3 @@ def virtual_step_loops() -> Callable[[], None]:
 
 def capacity(block_size: int, num_blocks: int, max_model_len: int, vocab_size: int, eos: list[int]) -> Capacity:
     return Capacity(MODEL, max_model_len, block_size, num_blocks, vocab_size, eos, "simulated", grammars=False)
-
-
-__all__ = ["MODEL", "GatewayNode", "Node", "SchedulerNode", "StepTime", "WorkerNode", "capacity", "virtual_step_loops"]

@@ -67,13 +67,6 @@ def virtual_time(clock: Clock) -> Iterator[None]:
             setattr(time, name, function)
 
 
-class _NothingToWaitFor:
-    """In place of a selector: the simulation decides what comes when."""
-
-    def select(self, timeout: float | None) -> list[Any]:
-        return []
-
-
 class Agenda:
     """What happens when: (time, action), in order of time, then of entry; and the loops that are awake now."""
 
@@ -101,7 +94,7 @@ class Agenda:
 
 
 class NodeLoop(asyncio.BaseEventLoop):
-    """The event loop of one process of a node, run by the simulation one iteration at a time."""
+    """The event loop of one process of a node, run by the simulation whenever it has something to do."""
 
     def __init__(self, clock: Clock, agenda: Agenda, node: Any) -> None:
         super().__init__()
@@ -110,7 +103,6 @@ class NodeLoop(asyncio.BaseEventLoop):
         self._clock = clock
         self._agenda = agenda
         self._clock_resolution = 1e-9
-        self._selector = _NothingToWaitFor()
         self._waking = False  # it is among those that are awake
         self._tasks: list[asyncio.Task[Any]] = []
         self.set_exception_handler(self._note_fault)
@@ -140,19 +132,23 @@ class NodeLoop(asyncio.BaseEventLoop):
             self.call_soon(callback, *args)
             self.wake()
 
-    @property
-    def idle(self) -> bool:
-        return not self._ready
-
-    def run_once(self) -> None:
+    def run(self) -> None:
+        """Whatever it has to do now, as ``BaseEventLoop._run_once`` does it, until it would wait."""
         self._waking = False
+        ready, timers = self._ready, self._scheduled
+        now = self._clock.now_ns / 1e9 + self._clock_resolution
+        while timers and timers[0]._when < now:
+            timer = heapq.heappop(timers)
+            timer._scheduled = False
+            ready.append(timer)
         events._set_running_loop(self)
         try:
-            self._run_once()
+            while ready:
+                handle = ready.popleft()
+                if not handle._cancelled:
+                    handle._run()
         finally:
             events._set_running_loop(None)
-        if self._ready:
-            self.wake()
 
     def end(self) -> None:
         """Cancel every task and let it unwind; nothing of it is heard outside."""
@@ -162,7 +158,7 @@ class NodeLoop(asyncio.BaseEventLoop):
                 break
             for task in tasks:
                 task.cancel()
-            self.run_once()
+            self.run()
         self.close()
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> Any:
