@@ -32,8 +32,8 @@ from shared.bus import Bus, BusUnavailable, NatsBus
 from shared.ids import new_process_id
 from shared.lifecycle import ServiceFault, StartupError
 from shared.messages import Outcome
+from shared.ports import accept_no_more, listen_problem
 from shared.ports import listen as bound_socket
-from shared.ports import listen_problem
 from shared.supervision import RETIRE, SERVES, STARTED, inherited_socket, tell
 
 log = logging.getLogger("headrace.gateway")
@@ -141,11 +141,7 @@ async def _until(condition: Callable[[], bool]) -> None:
 
 async def _retired(server: Server, listener: socket.socket, stop: asyncio.Event, grace_s: float) -> None:
     """Accept nothing more, and return once every connection is gone; on ``stop``, or after the grace, before."""
-    loop = asyncio.get_running_loop()
-    if isinstance(loop, asyncio.SelectorEventLoop):
-        # Between asyncio's accept and the connection is a turn of the loop; what a close falls upon then is dropped.
-        loop.remove_reader(listener)
-        await asyncio.sleep(0)
+    await accept_no_more([listener.fileno()])
     for listening in server.servers:
         listening.close()
     connections = server.server_state.connections

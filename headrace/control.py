@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 
 from headrace.runtime_folder import removed_if_stale
+from shared.ports import accept_no_more
 
 log = logging.getLogger("headrace.control")
 
@@ -63,9 +64,10 @@ class ControlServer:
         self._server = await asyncio.start_unix_server(self._serve, self._path)
         os.chmod(self._path, 0o600)  # (its folder lets nobody else in, either)
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Nobody is served any more, and what is not up yet is given up."""
         if self._server is not None:
+            await accept_no_more([one.fileno() for one in self._server.sockets])
             self._server.close()
             self._server = None
             self._path.unlink(missing_ok=True)

@@ -145,7 +145,7 @@ class _Up:
 
     async def stop(self) -> None:
         if self._control is not None:
-            self._control.close()
+            await self._control.close()
         self._sockets.close()  # so that nobody waits at a port behind which no gateway will be any more
         await self.supervisor.stop()
         if self._control is not None:

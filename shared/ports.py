@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import socket
+from collections.abc import Iterable
 
 BACKLOG = 2048
 """Connections that wait to be accepted: as many as may come while a gateway starts again."""
@@ -34,3 +36,15 @@ def listen(host: str, port: int) -> socket.socket:
         bound.close()
         raise
     return bound
+
+
+async def accept_no_more(listening: Iterable[int]) -> None:
+    """Before an asyncio server closes these descriptors: every connection that was accepted is one when this returns.
+
+    In asyncio's own loop a turn lies between the two, and a server that is closed in it drops the connection.
+    """
+    loop = asyncio.get_running_loop()
+    if isinstance(loop, asyncio.SelectorEventLoop):
+        for number in listening:
+            loop.remove_reader(number)
+        await asyncio.sleep(0)

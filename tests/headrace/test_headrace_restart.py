@@ -47,9 +47,9 @@ name, status = sys.argv[1:]
 for signum in (signal.SIGTERM, signal.SIGUSR1):
     signal.signal(signum, lambda number, _: sys.exit(print(name, "got", signal.Signals(number).name, flush=True)))
 listening = inherited_socket(metrics=False)
+print(name, "is up", flush=True)
 if status:
     tell(status)
-print(name, "is up", flush=True)
 if listening is None:
     signal.pause()
 listening.setblocking(True)
@@ -273,7 +273,7 @@ def controlled(path: Path, perform: Callable[[Wish], Awaitable[bool]]) -> Iterat
         await server.start()
         ready.set()
         await asyncio.to_thread(stop.wait)
-        server.close()
+        await server.close()
         await server.closed()
 
     thread = threading.Thread(target=asyncio.run, args=(body(),))

@@ -35,7 +35,8 @@ class Up:
         self.output, self.errors = folder / "out", folder / "err"
         # As a person's shell has it: none of the test runner's own settings.
         environ = {name: value for name, value in os.environ.items() if not name.startswith("HEADRACE_")}
-        self.environ = environ | {"TMPDIR": str(folder), "XDG_RUNTIME_DIR": str(folder)}
+        (folder / "run").mkdir(exist_ok=True)
+        self.environ = environ | {"TMPDIR": str(folder), "XDG_RUNTIME_DIR": str(folder / "run")}
         with self.output.open("w") as output, self.errors.open("w") as errors:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "headrace", "up", "--metrics-port", "0", *argv],  # the last one given counts
@@ -287,7 +288,7 @@ def test_nothing_outlives_up_itself_and_what_it_leaves_goes_at_the_next_start(up
     os.utime(left, (aged, aged))
     refused(tmp_path, "--model", "/no/such/model", "--port", "0")  # it gets no further
     assert not left.exists()
-    assert not list((tmp_path / "headrace").iterdir())
+    assert not list((tmp_path / "run" / "headrace").iterdir())
 
 
 def refused(tmp_path: Path, *argv: str) -> str:
