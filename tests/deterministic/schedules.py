@@ -33,7 +33,10 @@ def random_mesh(seed: int, verbose: bool = False) -> SimulatedMesh:
             "max_num_batched_tokens": rng.choice((16, 32, 256)),
             "run_ahead": rng.choice((1, 2, 2, 3)),
             "enable_prefix_caching": rng.random() < 0.85,
+            "max_num_queued_reqs": rng.choice((6, 1024, 1024, 1024)),
         },
+        host_blocks=rng.choice((0, 0, 0, 16)),
+        max_payload=rng.choice((4096, 1 << 20, 1 << 20)),
     )
     span_s = rng.choice((0.2, 1.5, 3.0))
     _load(mesh, rng, span_s)
@@ -94,7 +97,7 @@ def _faults(mesh: SimulatedMesh, rng: random.Random, span_s: float) -> None:
         ask = rng.choice(mesh.clients).ask
         if not ask.leaves_s:
             mesh.make_deadly(ask)
-    for _ in range(rng.choice((1, 1, 2, 2, 3, 4))):
+    for _ in range(rng.choice((1, 1, 2, 2, 3, 3, 4, 7))):
         # While somebody is served, most often.
         at_s = rng.choice(mesh.clients).ask.at_s + rng.uniform(-0.1, 0.7) if mesh.clients else 1.0
         kind = rng.random()

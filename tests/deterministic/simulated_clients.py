@@ -236,7 +236,7 @@ class Client:
         """A request may be refused while the mesh has no leader or no worker, and fail only if it ends workers."""
         mesh = self.mesh
         if not accepted:
-            if error.status not in (404, 429, 503) or mesh.undisturbed:
+            if error.status != 429 and (error.status not in (404, 503) or mesh.undisturbed):
                 self.violate(f"it was refused: {self.error}")
             return "refused"
         if CONVICTED in self.error and (self.ask.name in mesh.deadly or mesh.seeming_crashes >= 2):

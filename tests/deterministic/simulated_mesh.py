@@ -19,9 +19,7 @@ from memory_store import MemoryStore
 from simulated_bus import Connection, Server
 from simulated_clients import Ask, Client
 from simulated_nodes import (
-    EOS,
     MODEL,
-    VOCAB,
     GatewayNode,
     Node,
     SchedulerNode,
@@ -56,6 +54,7 @@ class SimulatedMesh:
     def __init__(
         self, seed: int, *, schedulers: int = 1, workers: int = 1, gateways: int = 1, num_blocks: int = 64,
         block_size: int = 4, step_ms: float = 10.0, check_every: int = 4, verbose: bool = False,
+        host_blocks: int = 0, max_payload: int = 1 << 20,
         scheduler_options: dict[str, Any] | None = None, gateway_options: dict[str, Any] | None = None,
     ) -> None:  # fmt: skip
         self.seed = seed
@@ -66,11 +65,11 @@ class SimulatedMesh:
         self.verbose = verbose
         self.log: list[str] = []
         self.violations: list[str] = []
-        self.max_payload = 1 << 20
+        self.max_payload = max_payload
         self.server = Server(self.clock, self.agenda, self.rng, self.note if verbose else None)
         self.server.taps.append(self._tap)
         self.store = MemoryStore()
-        self.capacity = capacity(block_size, num_blocks, num_blocks * block_size, VOCAB, [EOS])
+        self.capacity = capacity(block_size, num_blocks, host_blocks)
         self.step_time = StepTime(1000 * step_ms, 50.0)
         self.scheduler_config = SchedulerConfig(**(scheduler_options or {}))
         self.gateway_config = GatewayConfig(model=MODEL, served_model_name=MODEL, **(gateway_options or {}))

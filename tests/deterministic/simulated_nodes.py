@@ -345,5 +345,8 @@ def virtual_step_loops() -> Callable[[], None]:
     return back
 
 
-def capacity(block_size: int, num_blocks: int, max_model_len: int, vocab_size: int, eos: list[int]) -> Capacity:
-    return Capacity(MODEL, max_model_len, block_size, num_blocks, vocab_size, eos, "simulated", grammars=False)
+def capacity(block_size: int, num_blocks: int, host_blocks: int) -> Capacity:
+    return Capacity(
+        MODEL, num_blocks * block_size, block_size, num_blocks, VOCAB, [EOS], "simulated", host_blocks=host_blocks,
+        grammars=False,
+    )  # fmt: skip

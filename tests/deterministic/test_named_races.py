@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from simulated_clients import Ask, Client
 from simulated_mesh import SimulatedMesh, Violation
+from virtual_time import START_NS
 
 from scheduler.config import SchedulerConfig
 from shared.messages import Cancel, RequestEvent, Reset, StepPlan, StepResult, Submit, TokenBatch, decode
@@ -205,3 +206,24 @@ def test_the_store_lost_and_a_scheduler_that_has_heard_nobody_yet() -> None:
     mesh.at(1.6, lambda: mesh.schedulers[0].kill(4.5 - 1.6 + 0.001), lasts_s=3.0)
     mesh.run()
     assert client.outcome == "finished"
+
+
+def test_past_the_resume_timeout_streams_end_with_an_error() -> None:
+    """The only worker stays away: nobody waits for ever, and nobody is given up before the time."""
+    mesh = SimulatedMesh(16, step_ms=50.0, gateway_options={"resume_timeout_s": 30.0})
+    clients = [ask(mesh, f"r{index}", max_tokens=30) for index in range(3)]
+    mesh.at(1.5, mesh.workers[0].kill, 80.0, lasts_s=80.0)
+    with pytest.raises(Violation, match=r"it was given up.*within 30 s"):
+        mesh.run()
+    assert "failed" in {client.outcome for client in clients}
+    assert 31 < (mesh.clock.now_ns - START_NS) / 1e9 < 36
+
+
+def test_every_process_restarted_in_turn() -> None:
+    """A rolling restart under load, twice, with a spare of each kind: nothing is refused and nothing fails."""
+    mesh = SimulatedMesh(17, schedulers=2, workers=2, gateways=2, step_ms=20.0)
+    clients = [ask(mesh, f"r{index}", at_s=1.0 + index * 0.3, max_tokens=30, n=1 + index % 2) for index in range(60)]
+    for turn, node in enumerate([*mesh.schedulers, *mesh.workers] * 2):
+        mesh.at(2.0 + 2.0 * turn, node.terminate)
+    mesh.run()
+    assert {client.outcome for client in clients} == {"finished"}
