@@ -13,6 +13,7 @@ import pytest
 from mesh_stack import BusClient, Process, Stack, stack, until
 
 from headrace.nats_server import find_nats_server
+from shared.jetstream import KeyStore
 from shared.messages import SchedulerBeat, StepPlan
 from shared.subjects import LEASE_BUCKET
 
@@ -42,6 +43,15 @@ async def leads(client: BusClient, name: str, epoch: int) -> None:
         return beat is not None and (beat.scheduler, beat.epoch) == (name, epoch) and bool(beat.models)
 
     await until(there, f"{name} to lead in epoch {epoch}, with a worker")
+
+
+async def there(key: KeyStore) -> tuple[bytes, int]:
+    for _ in range(2000):
+        found = await key.read()
+        if found is not None:
+            return found
+        await asyncio.sleep(0.02)
+    raise AssertionError("the key was not made again")
 
 
 async def serves(client: BusClient, request: str) -> None:
@@ -129,8 +139,7 @@ def test_the_jetstream_store_lost_while_it_is_used() -> None:
         for index in range(3):
             await jetstream.delete_key_value(LEASE_BUCKET)
             await serves(client, f"r{index}")
-            while (found := await key.read()) is None:
-                await asyncio.sleep(0.02)
+            found = await there(key)
             assert json.loads(found[0]) == {"holder": "a", "epoch": 1, "released": False}
 
     run(scenario)
