@@ -61,8 +61,8 @@ class Workers:
         return bool(self._greetings)
 
     def told(self, beat: WorkerBeat) -> bool:
-        """Whether the worker can know of this leader's epoch."""
-        return self._told.get(beat.worker) == beat.incarnation
+        """Whether the worker, or the process before it, can know of this leader's epoch."""
+        return beat.incarnation <= self._told.get(beat.worker, 0)
 
     # --- presence ---------------------------------------------------------------------------------------------------
 
