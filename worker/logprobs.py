@@ -57,19 +57,26 @@ def describe_prompt(logits: torch.Tensor, tokens: Sequence[int], top: int) -> li
 
 
 def _best(log_probs: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Values and ids of the ``count`` largest of each row: they lie in the blocks with the ``count`` largest maxima."""
+    """Values and ids of the ``count`` largest of each row; of equal ones those with the lowest ids, so that nobody's
+    alternatives depend on how many the rows beside it ask for. They lie in the blocks with the largest maxima.
+    """
     vocabulary = log_probs.shape[1]
     width = vocabulary // BLOCK * BLOCK
     if width <= 4 * count * BLOCK:
-        best = torch.topk(log_probs, count, dim=-1)
-        return best.values, best.indices
+        return _first(log_probs, count)
     maxima = log_probs[:, :width].view(len(log_probs), -1, BLOCK).amax(dim=-1)
-    blocks = torch.topk(maxima, count, dim=-1).indices
+    blocks = _first(maxima, count)[1].sort(dim=-1).values  # ids ascend
     within = torch.arange(BLOCK, device=log_probs.device)
     tail = torch.arange(width, vocabulary, device=log_probs.device).expand(len(log_probs), -1)
     ids = torch.cat([(blocks[:, :, None] * BLOCK + within).flatten(1), tail], dim=1)
-    best = torch.topk(log_probs.gather(1, ids), count, dim=-1)
-    return best.values, ids.gather(1, best.indices)
+    values, places = _first(log_probs.gather(1, ids), count)
+    return values, ids.gather(1, places)
+
+
+def _first(values: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The ``count`` largest of each row and their places, the foremost of equal ones: ``topk`` takes any of them."""
+    ordered, places = values.sort(dim=-1, descending=True, stable=True)
+    return ordered[:, :count], places[:, :count]
 
 
 def _finite(values: torch.Tensor) -> list:  # type: ignore[type-arg]  # nested as the tensor is

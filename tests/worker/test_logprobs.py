@@ -150,6 +150,17 @@ def test_bits_do_not_depend_on_the_rows_beside() -> None:
     assert together == [describe(log_probabilities(logits[n : n + 1]), [n], [5])[0] for n in range(9)]
 
 
+@pytest.mark.parametrize("vocabulary", [300, 12_801])
+def test_equal_ones_do_not_depend_on_how_many_the_rows_beside_ask_for(vocabulary: int) -> None:
+    logits = torch.randn(40, vocabulary, generator=torch.Generator().manual_seed(3)).mul_(2).round_()  # many ties
+    log_probs = log_probabilities(logits)
+    alone = describe(log_probs, [0] * 40, [2] * 40)
+    for beside in (3, 20):
+        assert describe(log_probs, [0] * 40, [2] * 39 + [beside])[:39] == alone[:39]
+    for one, row in zip(alone, log_probs.tolist(), strict=True):
+        assert one.top_ids == sorted(range(vocabulary), key=lambda token: (-row[token], token))[:2]
+
+
 def test_entries_with_log_probabilities_are_split_by_their_size() -> None:
     rich = TokenLogprob(-1.0, 1, list(range(20)), [-1.0] * 20)
     entries = [TokenEntry("r", 1, n, 0, [1], logprobs=[rich]) for n in range(100)]
