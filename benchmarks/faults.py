@@ -98,7 +98,7 @@ def matrix(model: Path, dtype: str, args: argparse.Namespace) -> int:
         with fault_mesh(model, **fault.counts(), worker=worker_flags(dtype, args), gateway=RESUME_TIMEOUT) as mesh:
             outcomes.append(one(mesh, fault, known, args.length, seconds))
             for name, what in outcomes[-1].wrong.items():
-                note(f"  {what}: {name}")
+                note(f"  {name}: {what}")
             for error in outcomes[-1].errors:
                 note(f"  {error}")
             if outcomes[-1].wrong and args.logs:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fault_mesh import MODEL, FaultMesh
-from fault_streams import Answer, Ask, Reading, asks, resuming, verdict, with_stops
+from fault_streams import Answer, Ask, Reading, asks, difference, resuming, verdict, with_stops
 from whole_mesh import eventually
 
 PIECES_BEFORE = 15  # that every stream has had when the fault comes
@@ -46,11 +46,11 @@ class Fault:
         """How many processes of each kind the mesh has."""
         return {f"{kind}s": 1 + (self.spare and kind == self.victim) for kind in ("scheduler", "worker", "gateway")}
 
-    def inflict(self, mesh: FaultMesh, length_s: float) -> None:
-        """Returns when it is over: for a kill at once."""
+    def inflict(self, mesh: FaultMesh, length_s: float, index: int = 0) -> None:
+        """Returns when it is over: for a kill at once. ``index``: which worker or gateway; of schedulers the leader."""
         if self.kind == "nothing":
             return
-        victim = self.victim if self.victim == "nats" else f"{self.victim}0"
+        victim = self.victim if self.victim == "nats" else f"{self.victim}{index}"
         if self.victim == "scheduler":
             eventually(mesh.leader, "a leader")
             victim = mesh.leader()
@@ -105,10 +105,7 @@ class Outcome:
     pauses_s: list[float]  # of the streams
     aim_s: float | None
     errors: list[str]
-
-    @property
-    def wrong(self) -> dict[str, str]:
-        return {name: what for name, what in self.verdicts.items() if what}
+    wrong: dict[str, str]  # by request: where an answer that is not right differs
 
     def count(self, what: str) -> int:
         return sum(verdict == what for verdict in self.verdicts.values())
@@ -158,4 +155,5 @@ def tried(mesh: FaultMesh, known: Known, fault: Fault, length_s: float) -> Outco
         [got.pause_s() for ask, got, _ in pairs if ask.streams],
         fault.aim_s(length_s),
         sorted({got.error for got in answers if got.error}),
+        {ask.name: f"{what}: {difference(got, want)}" for ask, got, want in pairs if (what := verdict(got, want))},
     )

@@ -122,7 +122,7 @@ def soak(
             fault, length_s = draw.choice(faults), draw.uniform(SHORTEST_S, LONGEST_S)
             booked.faults[fault.name] += 1
             show(f"{booked.answers} answers; {fault.name}{f' for {length_s:.1f} s' if fault.kind != 'kill' else ''}")
-            fault.inflict(mesh, length_s)
+            fault.inflict(mesh, length_s, draw.randrange(2))
         time.sleep(max(0.0, ends_s - time.monotonic()))
         over.set()
         watcher.join()

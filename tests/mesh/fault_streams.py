@@ -129,6 +129,21 @@ def verdict(got: Answer, want: Answer) -> str:
     return "wrong"
 
 
+def difference(got: Answer, want: Answer) -> str:
+    """Where an answer first differs, for whoever has to find out why."""
+    for name, wanted in want.content().items():
+        had = getattr(got, name)
+        if had == wanted or not isinstance(wanted, dict):
+            continue
+        for key, value in wanted.items():
+            other = had.get(key)
+            if other != value and hasattr(value, "__len__") and other is not None:
+                at = next((at for at, (a, b) in enumerate(zip(other, value, strict=False)) if a != b), len(other))
+                return f"{name}[{key}] at {at} of {len(value)}: {other[at : at + 3]!r}, not {value[at : at + 3]!r}"
+        return f"{name}: {str(had)[:200]}, not {str(wanted)[:200]}"
+    return got.error or "whole" if got.whole != want.whole else ""
+
+
 def asks(length: int) -> list[Ask]:
     """24 streams and four answers that are not streamed, of about ``length`` tokens for each choice. Where a stop
     string is to stop one, see :func:`with_stops`."""

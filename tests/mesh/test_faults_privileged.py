@@ -88,7 +88,7 @@ class Cable(Fault):
 
     network: Network | None = None
 
-    def inflict(self, mesh: FaultMesh, length_s: float) -> None:
+    def inflict(self, mesh: FaultMesh, length_s: float, index: int = 0) -> None:
         assert self.network is not None
         self.network.pull()
         try:
@@ -103,7 +103,7 @@ class FullDisk(Fault):
 
     store: Path = Path()
 
-    def inflict(self, mesh: FaultMesh, length_s: float) -> None:
+    def inflict(self, mesh: FaultMesh, length_s: float, index: int = 0) -> None:
         ballast = self.store / "ballast"
         with ballast.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space"):
             while True:
@@ -119,7 +119,7 @@ class ClockJumps(Fault):
 
     file: Path = Path()
 
-    def inflict(self, mesh: FaultMesh, length_s: float) -> None:
+    def inflict(self, mesh: FaultMesh, length_s: float, index: int = 0) -> None:
         for ahead_s in (3600.0, -3600.0):
             self.file.write_bytes(struct.pack("d", ahead_s))
             time.sleep(length_s / 2)  # the fault itself
