@@ -320,7 +320,8 @@ class GatewayNode(Node):
         return True
 
     def _begin(self, client: Client) -> None:
-        assert self._group is not None and self.loop is not None
+        if self.loop is None or self._group is None:
+            return  # the process is gone
         if self.dispatch is None:
             client.end("nobody listens")
         else:
