@@ -237,6 +237,11 @@ class Workers:
 
     def tick(self, now_s: float) -> None:
         timeout_s = self._means.config.worker_timeout_s
+        for worker, greeting in list(self._greetings.items()):
+            if (
+                now_s - greeting.sent_s > timeout_s
+            ):  # no beat since: it is gone, and another one of its name may be there
+                del self._greetings[worker]
         for worker, link in list(self._context.plans.links.items()):
             silence_s = now_s - link.seen
             if silence_s > timeout_s:

@@ -84,7 +84,7 @@ class SimulatedMesh:
         self.undisturbed = True
         self.deadly: set[str] = set()
         self.seeming_crashes = 0  # how often a worker has ended, or may seem to have, by no fault of its requests
-        self._planners: dict[int, str] = {}  # epoch -> the process whose plans carry it
+        self._planners: dict[tuple[int, str, int], str] = {}  # (epoch, worker, incarnation) -> whose plans it gets
 
     # --- what happens -----------------------------------------------------------------------------------------------
 
@@ -199,6 +199,11 @@ class SimulatedMesh:
         """For scripted schedules, inside of :meth:`started`."""
         self.advance(lambda: False, self.clock.now_ns + int(seconds * 1e9))
 
+    @property
+    def epochs(self) -> list[int]:
+        """In which plans were made."""
+        return sorted({epoch for epoch, _, _ in self._planners})
+
     # --- what is watched --------------------------------------------------------------------------------------------
 
     def note(self, who: str, what: str) -> None:
@@ -237,9 +242,12 @@ class SimulatedMesh:
             self.violate(
                 f"{sender.owner} plans in epoch {message[1]}, while {lease['holder']} leads in {lease['epoch']}"
             )
-        known = self._planners.setdefault(message[1], sender.owner)
+        # Where the lease is lost with its store, and everybody who knew the epoch is gone, it may come again; for one
+        # worker's process never.
+        key = (message[1], message[2], message[3])
+        known = self._planners.setdefault(key, sender.owner)
         if known != sender.owner:
-            self.violate(f"{sender.owner} plans in epoch {message[1]}, which is {known}'s")
+            self.violate(f"{sender.owner} plans in epoch {message[1]} for {message[2]}; there it is {known}'s")
 
     # --- rest -------------------------------------------------------------------------------------------------------
 

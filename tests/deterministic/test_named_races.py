@@ -104,7 +104,7 @@ def test_a_stopped_leader_that_wakes_after_its_lease() -> None:
     mesh.at(1.3, lambda: mesh.leaders()[0].hang(3.0), lasts_s=3.0)
     mesh.run()
     assert [client.outcome for client in clients] == ["finished"] * 3
-    assert sorted(mesh._planners) == [1, 2] and len(set(mesh._planners.values())) == 2
+    assert mesh.epochs == [1, 2] and len(set(mesh._planners.values())) == 2
 
 
 @pytest.mark.parametrize("restarted", [False, True])
@@ -119,7 +119,7 @@ def test_the_jetstream_store_lost(restarted: bool) -> None:
     mesh.at(5.0, lambda: mesh.leaders()[0].kill(0.5), lasts_s=0.5)
     mesh.run()
     assert [client.outcome for client in clients] == ["finished"] * 3
-    assert sorted(mesh._planners) == [1, 2]
+    assert mesh.epochs == [1, 2]
 
 
 def test_cancel_before_submit() -> None:
@@ -227,3 +227,16 @@ def test_every_process_restarted_in_turn() -> None:
         mesh.at(2.0 + 2.0 * turn, node.terminate)
     mesh.run()
     assert {client.outcome for client in clients} == {"finished"}
+
+
+def test_a_worker_that_dies_before_it_is_greeted_and_comes_back_with_its_clock_set_back() -> None:
+    """The reset of the process before is never answered, and must not stand in the way of the new one."""
+    mesh = SimulatedMesh(18, workers=2)
+    client = ask(mesh, at_s=9.0)
+    mesh.server.lose = lambda sender, subject, payload: (
+        isinstance(decode(payload), Reset) and mesh.workers[0].starts == 1
+    )
+    mesh.at(2.0, lambda: setattr(mesh.workers[0], "unix_offset_ns", -3600 * 10**9))
+    mesh.at(2.1, mesh.workers[0].kill, 0.1)
+    mesh.run()
+    assert client.outcome == "finished"
