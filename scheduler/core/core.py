@@ -92,7 +92,7 @@ class SchedulerCore(LosingState):
         if known is not None and submit.attempt <= known.attempt:
             return SubmitReply(Outcome.DUPLICATE, self.epoch)
         capacities = None
-        if submit.model in self._models:
+        if submit.model in self._models or not self._models:  # a leader that has met nobody yet knows no model
             capacities = [
                 w.capacity for w in self.workers.values() if w.capacity.model == submit.model and not w.draining
             ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from mesh_in_a_box import MS, Box, capacity, request
 
-from scheduler.core.core import BadResult, ResultGap
+from scheduler.core.core import BadResult, ResultGap, SchedulerCore
 from scheduler.core.events import Ended, Failed, Preempted
 from scheduler.core.limits import Limits
 from shared.messages import Outcome, StepResult, encode, pack_tokens
@@ -170,6 +170,11 @@ def test_refusals_name_their_reason() -> None:
     assert box.submit(odd).outcome is Outcome.INVALID
     other = type(bad)(**{f: getattr(bad, f) for f in bad.__struct_fields__} | {"model": "other"})
     assert box.submit(other).outcome is Outcome.UNKNOWN_MODEL
+
+
+def test_a_leader_that_has_met_no_worker_yet_calls_no_model_unknown() -> None:
+    core = SchedulerCore(Limits())
+    assert core.submit(request("early"), 0).outcome is Outcome.NO_WORKER
 
 
 def test_all_choices_are_queued_or_none() -> None:
