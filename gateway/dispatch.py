@@ -275,6 +275,8 @@ class Dispatch:
         now_s = self._clock.read(now_s)
         silent = now_s - self._heard_s > self._config.resume_timeout_s
         for record in self.ledger:
+            if not (record.epoch or record.resuming):
+                continue  # offered for the first time, by somebody who has a patience of his own
             if silent:
                 self._give_up(record, "the scheduler is silent")
             elif not record.epoch and self._overdue(record, now_s):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 
 import msgspec
@@ -50,6 +51,7 @@ class Reporter:
 
     def carry_out(self, events: Iterable[CoreEvent]) -> None:
         """Tell whoever must know what the core's events say."""
+        interrupted: Counter[tuple[str, str]] = Counter()  # (kind, reason): a worker has many choices, one line will do
         for event in events:
             if isinstance(event, Failed):
                 submit = event.sequence.submit
@@ -59,7 +61,11 @@ class Reporter:
                 )
                 self._post(self._subjects.event(submit.gateway), encode(message))
                 self._metrics.ended.labels("failed").inc()
-                log.warning(
+                resumed = event.kind in ("lost", "moved")
+                if resumed:
+                    interrupted[event.kind, event.reason] += 1
+                log.log(
+                    logging.DEBUG if resumed else logging.WARNING,
                     "request %s, choice %d, %s: %s", submit.request_id, choice, event.kind, event.reason,
                     extra=about(submit.request_id, submit.traceparent),
                 )  # fmt: skip
@@ -80,6 +86,8 @@ class Reporter:
                         event.sequence.request_id, event.sequence.choice, event.cause, event.by,
                         extra=about(event.sequence.request_id, event.sequence.submit.traceparent),
                     )  # fmt: skip
+        for (kind, reason), choices in interrupted.items():
+            log.warning("%d choices %s, to be resumed: %s", choices, kind, reason)
 
     def _found(self, found: Found) -> TokenBatch:
         """A search's result in the form in which a worker's tokens come: a gateway need not know the difference."""

@@ -147,3 +147,14 @@ def test_one_line_tells_of_many(listening: Listening, caplog: pytest.LogCaptureF
     listening.tick(101, 102)
     (line,) = [record.message for record in caplog.records if "interrupted" in record.message]
     assert line == "51 interrupted requests are resumed: the scheduler has changed (51)"
+
+
+def test_what_was_never_accepted_is_no_interrupted_request(listening: Listening) -> None:
+    """Whoever offers it says in time that there is no scheduler."""
+    flight = Flight(100.0, listening.metrics)
+    choice = flight.add_choice(NoText(NothingToDetokenise(), (), False, 0))
+    submit = Submit("new", 1, "g", "m", pack_tokens([1]), Sampling(1, 8), 0)
+    listening.dispatch.open(submit, Part(flight, [choice]))
+    assert not listening.tick(101, 102, 103, 104, 105, 106, 107, 107.5)
+    assert flight.error is None
+    assert listening.metrics.resume_failures._value.get() == 1

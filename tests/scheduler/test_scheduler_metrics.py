@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import msgspec
 import pytest
 from mesh_in_a_box import request
@@ -52,3 +54,21 @@ def test_each_model_is_told_apart(models: tuple[str, ...]) -> None:
     core.worker_lost("worker-m", "gone", 4)
     reporter.observe()
     assert told("m")[:3] == [0.0, 4.0, 0.0] and told("m")[-1] == 1.0
+
+
+def test_the_choices_of_a_lost_worker_are_one_line_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    core = SchedulerCore(Limits(max_num_seqs=8, max_num_batched_tokens=64, run_ahead=1))
+    tracing = Tracing("scheduler", "s", "", 0.0)
+    events: list[bytes] = []
+    reporter = Reporter(
+        core, Subjects(), lambda subject, payload: events.append(payload), SchedulerMetrics(CollectorRegistry()),
+        tracing, 0,
+    )  # fmt: skip
+    core.worker_up("w", 1, Capacity("m", 400, 16, 50, 997, []), 0)
+    for index in range(3):
+        core.submit(msgspec.structs.replace(request(f"r{index}", prompt_len=8, arrival_ns=index), n=1), 1)
+    core.plan("w", 2)
+    with caplog.at_level(logging.INFO):
+        reporter.carry_out(core.worker_lost("w", "gone", 3))
+    assert len(events) == 3
+    assert [record.getMessage() for record in caplog.records] == ["3 choices lost, to be resumed: gone"]
