@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 
 from gateway.detokenizer import Detokenizer, Vocabulary
 from shared.messages import TokenLogprob
@@ -27,14 +28,15 @@ class PromptReport:
 
     ids: Sequence[int]
     echo: str = ""  # the text that precedes each choice's own
-    logprobs: list[TokenLogprob] = field(default_factory=list)  # from the second token on, as far as they have come
+    logprobs: list[TokenLogprob] = field(default_factory=list)  # if asked for, from the second token on, as they come
 
     def details(self, detokenizer: Detokenizer, vocabulary: Vocabulary) -> list[TokenDetail]:
         """The tokens of the echoed prompt. The first has no log-probability: nothing precedes it."""
         details = []
         offset = 0
-        for index, token in enumerate(self.ids):
-            details.append(TokenDetail(token, min(offset, len(self.echo)), self.logprobs[index - 1] if index else None))
+        logprobs = (None, *(self.logprobs or repeat(None, len(self.ids) - 1)))
+        for token, logprob in zip(self.ids, logprobs, strict=True):
+            details.append(TokenDetail(token, min(offset, len(self.echo)), logprob))
             offset += len(detokenizer.feed((token,)))
             spelling = vocabulary.special_tokens.get(token, "")
             if spelling and self.echo.startswith(spelling, offset):  # decoding leaves it out, the client's text has it

@@ -196,6 +196,21 @@ def test_echo_with_log_probabilities(gw: RunningGateway, http: httpx.Client, str
             assert name.startswith("bytes:") or choice["text"].startswith(name, at)
 
 
+@pytest.mark.parametrize("logprobs", [None, 0])
+@pytest.mark.parametrize("stream", [False, True])
+def test_echo_with_token_ids(gw: RunningGateway, http: httpx.Client, stream: bool, logprobs: int | None) -> None:
+    """Of the prompt too, whose text the choice has."""
+    body = {"prompt": PROMPT, "echo": True, "max_tokens": 6, "seed": 3, "return_token_ids": True, "logprobs": logprobs}
+    if stream:
+        ids: list[int] = []
+        for event in stream_of(http, "/v1/completions", body):
+            ids += event["choices"][0]["token_ids"]
+    else:
+        ids = http.post("/v1/completions", json=body).json()["choices"][0]["token_ids"]
+    submit = gw.mesh.submits[0]
+    assert ids == [*gw.prompt_of(submit), *gw.expected(submit, 0)]
+
+
 def test_only_the_prompt_is_looked_at(gw: RunningGateway, http: httpx.Client) -> None:
     body = {"prompt": PROMPT, "echo": True, "max_tokens": 0, "logprobs": 1}
     for choices in (
