@@ -119,6 +119,7 @@ class NatsBus:
             raise BusUnavailable(f"--nats-ca {ca}: {error.strerror or error}") from None
         holder: list[NatsBus] = []
         attempts: list[str] = []  # why each failed
+        told: set[str] = set()  # in this outage: each attempt fails for the same reason, once a second
 
         async def on_error(error: Exception) -> None:
             if isinstance(error, nats.errors.SlowConsumerError):
@@ -126,7 +127,10 @@ class NatsBus:
                     holder[0].slow_consumer_drops += 1
                 log.error("slow consumer: a message was dropped (%s)", error)
             elif holder:
-                log.warning("nats: %s", error or type(error).__name__)
+                why = (str(error) or type(error).__name__).removeprefix("nats: ")
+                if client.is_connected or why not in told:
+                    log.warning("nats: %s", why)
+                told.add(why)
             else:  # it is tried again and again: the last attempt says why
                 attempts.append(str(error) or type(error).__name__)
 
@@ -135,6 +139,7 @@ class NatsBus:
                 log.warning("nats: disconnected")
 
         async def on_reconnect() -> None:
+            told.clear()
             log.warning("nats: reconnected")
             if holder:
                 holder[0].reconnects += 1
@@ -180,7 +185,9 @@ class NatsBus:
             await self._client.publish(subject, payload)
         except nats.errors.MaxPayloadError:
             raise PayloadTooLarge(f"{len(payload)} bytes to {subject}; the server takes {self.max_payload}") from None
-        except nats.errors.Error as error:
+        except nats.errors.OutboundBufferLimitError:  # nothing is buffered meanwhile: pending_size
+            raise BusUnavailable(f"publish to {subject}: no connection to NATS") from None
+        except (nats.errors.Error, OSError) as error:
             raise BusUnavailable(f"publish to {subject}: {error or type(error).__name__}") from None
 
     async def request(self, subject: str, payload: bytes, timeout_s: float) -> bytes:
@@ -192,7 +199,9 @@ class NatsBus:
             raise NoResponder(f"nobody listens on {subject}") from None
         except (TimeoutError, nats.errors.TimeoutError):
             raise BusTimeout(f"no reply from {subject} within {timeout_s} s") from None
-        except nats.errors.Error as error:
+        except nats.errors.OutboundBufferLimitError:
+            raise BusUnavailable(f"request to {subject}: no connection to NATS") from None
+        except (nats.errors.Error, OSError) as error:
             raise BusUnavailable(f"request to {subject}: {error or type(error).__name__}") from None
         return bytes(reply.data)
 
@@ -221,7 +230,8 @@ class NatsBus:
         if self._client.is_connected:
             with contextlib.suppress(TimeoutError, nats.errors.Error):  # closing anyway
                 await self._client.flush(timeout=2)
-        await self._client.close()
+        with contextlib.suppress(OSError):  # what was still to be written to a connection that had broken
+            await self._client.close()
 
 
 class _Subscribed:

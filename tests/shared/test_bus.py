@@ -84,8 +84,10 @@ def test_nothing_is_buffered_for_replay_while_disconnected() -> None:
             bus = await NatsBus.connect(nats.url, "test", nats.token)
             await bus.flush()
         await until(lambda: not bus.connected, "the connection to be seen as lost")
-        with pytest.raises(BusUnavailable):
+        with pytest.raises(BusUnavailable, match="publish to a: no connection to NATS"):
             await bus.publish("a", b"stale")
+        with pytest.raises(BusUnavailable, match="request to a: no connection to NATS"):
+            await bus.request("a", b"stale", 5)
         outbox = Outbox(bus)
         outbox.post("a", b"stale")
         await outbox.drain()
