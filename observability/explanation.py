@@ -77,11 +77,15 @@ def pieces(report: Report) -> list[Interval]:
         if request.attempt > 1 and answer is not None and answer.accepted_ns:
             before = Interval(
                 answer.accepted_ns, request.submitted_ns + offset, "interrupted",
-                f"another scheduler had it before; resumed as attempt {request.attempt}",
+                f"another scheduler ran it, and what that one knew of it is gone; resumed as attempt {request.attempt}",
             )  # fmt: skip
             found = sorted([*found, before], key=lambda one: one.begin_ns)
     if answer is not None and answer.finished_ns:
-        found += _after(answer, found[-1].end_ns if found else answer.received_ns)
+        at = found[-1].end_ns if found else answer.received_ns
+        if request is not None and choice.interrupted:  # given up: there was nothing to send meanwhile
+            found.append(Interval(at, answer.finished_ns, "interrupted", f"{choice.end}; never resumed"))
+        else:
+            found += _after(answer, at)
     return list(_contiguous(found))
 
 

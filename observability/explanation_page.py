@@ -55,6 +55,7 @@ def _gap_json(gap: Gap, begin_ns: int) -> dict[str, Any]:
 def summary(request: RequestTrace) -> dict[str, Any]:
     """One request in a list of them."""
     firsts = [choice.first_token_ns for choice in request.choices.values() if choice.first_token_ns]
+    interruptions = max((choice.interruptions for choice in request.choices.values()), key=len, default=[])
     return {
         "request_id": request.request_id,
         "answer_id": request.answer_id,
@@ -65,7 +66,8 @@ def summary(request: RequestTrace) -> dict[str, Any]:
         "generated_tokens": sum(choice.generated for choice in request.choices.values()),
         "choices": len(request.choices),
         "preemptions": sum(not stay.interrupted for choice in request.choices.values() for stay in choice.stays[:-1]),
-        "interruptions": max((len(choice.interruptions) for choice in request.choices.values()), default=0),
+        "interruptions": len(interruptions),
+        "interrupted": [f"{one.why}; resumed as attempt {one.attempt}" for one in interruptions],
         "live": request.live,
         "answered": request.answer is not None,  # its gateway has told its part
         "end": "; ".join(sorted({choice.end for choice in request.choices.values() if choice.end})),
@@ -137,7 +139,8 @@ def _took(intervals: Sequence[Interval], live: bool) -> str:
 
 
 def _ending(about: dict[str, Any]) -> str:
-    return "still running" if about["live"] else f"ended: {_text(about['end'])}"
+    said = "still running" if about["live"] else f"ended: {_text(about['end'])}"
+    return said + "".join(f" · interrupted: {_text(why)}" for why in about["interrupted"])
 
 
 def _family(about: dict[str, Any], report: Report) -> str:

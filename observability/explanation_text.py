@@ -53,6 +53,7 @@ def lines(
         f"{about['request_id']}: {duration(total)}, {about['prompt_tokens']:,} prompt tokens, "
         f"{about['generated_tokens']:,} generated, {about['preemptions']} preemptions, "
         f"{'still running' if about['live'] else about['end']}",
+        *(f"interrupted: {why}" for why in about.get("interrupted", ())),
         "",
         "where the time went:",
     ]

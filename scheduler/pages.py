@@ -23,8 +23,9 @@ JSON = "application/json"
 MOST_LISTED = 200
 
 FORGOTTEN = (
-    "it may be older than what is remembered (--recorded-requests), it may not have reached the scheduler yet, or it "
-    "was refused by its gateway, whose answer says why"
+    "it may be older than what is remembered (--recorded-requests; another scheduler, or one that was started again, "
+    "remembers nothing of before), it may not have reached the scheduler yet, or it was refused by its gateway, whose "
+    "answer says why"
 )
 
 

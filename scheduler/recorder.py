@@ -25,6 +25,8 @@ MOST_REFUSED = 256
 
 MOST_FIRST_TOKENS = 8192
 
+GATEWAY_ASKED = "lost: its gateway noticed first (tokens were missing, or its connection to NATS was interrupted)"
+
 
 @dataclass(frozen=True, slots=True)
 class Queue:
@@ -74,7 +76,7 @@ class FlightRecorder:
         if choice is None:  # a later choice of a request that came here half done
             record.choices[sequence.choice] = ChoiceTrace(sequence.choice, sequence.causes)
             return
-        at, why = (choice.ended_ns, choice.end) if choice.interrupted else (now, "lost: noticed by its gateway")
+        at, why = (choice.ended_ns, choice.end) if choice.interrupted else (now, GATEWAY_ASKED)
         if choice.stays and not choice.stays[-1].left_ns:
             choice.stays[-1].left_ns, choice.stays[-1].why_left = at, why
         choice.interruptions.append(Interruption(at, why, now, attempt, choice.causes))

@@ -10,7 +10,9 @@ from recorded_box import MS, OFFSET_NS, RecordedBox
 
 from observability.explanation import Interval, explain
 from observability.explanation_page import as_json, as_page, summary
+from observability.explanation_text import lines
 from scheduler.core.limits import Limits
+from scheduler.recorder import GATEWAY_ASKED
 from scheduler.spans import spans_of
 from shared.flight_record import AnswerTrace, RequestTrace
 from shared.messages import pack_tokens
@@ -68,6 +70,7 @@ def test_a_lost_worker() -> None:
     assert "preempted" not in {interval.stage for interval in found}
     told = summary(record)
     assert (told["preemptions"], told["interruptions"]) == (0, 1)
+    assert told["interrupted"] == ["lost: its worker is gone; resumed as attempt 2"]
 
 
 def test_lost_twice_the_second_time_before_it_ran() -> None:
@@ -94,8 +97,12 @@ def test_a_loss_that_its_gateway_noticed_first() -> None:
     steps(one, 6)
     resume(one, 2, after_ms=0)
     one.run()
-    record, _ = life(one)
-    assert [one.why for one in record.choices[0].interruptions] == ["lost: noticed by its gateway"]
+    record, found = life(one)
+    assert [one.why for one in record.choices[0].interruptions] == [GATEWAY_ASKED]
+    assert "interrupted" not in {interval.stage for interval in found}, "it took no time"
+    assert f"interrupted: {GATEWAY_ASKED}; resumed as attempt 2" in lines(summary(record), found)
+    report = one.report("a")
+    assert GATEWAY_ASKED.encode() in as_page(report, found, found)
     assert all(stay.left_ns for stay in record.choices[0].stays)
 
 
@@ -110,8 +117,23 @@ def test_what_another_scheduler_had_before() -> None:
     )
     found = explain(one.report("a"))
     (gap,) = [interval for interval in found if interval.stage == "interrupted"]
-    assert gap.cause == "another scheduler had it before; resumed as attempt 2"
+    assert gap.cause == "another scheduler ran it, and what that one knew of it is gone; resumed as attempt 2"
     assert (gap.begin_ns, gap.ms) == (began + 3 * MS, 37)
+
+
+def test_a_loss_after_which_nobody_could_go_on() -> None:
+    one = box()
+    one.submit(FIRST)
+    steps(one, 6)
+    one.lose()
+    lost_ns = one.now + OFFSET_NS
+    began = OFFSET_NS
+    one.recorder.answered(
+        AnswerTrace("a", "cmpl-a", "", "completions", began, began, began, began, lost_ns + 30 * MS, "failed")
+    )
+    last = explain(one.report("a"))[-1]
+    assert (last.stage, last.cause) == ("interrupted", "lost: its worker is gone; never resumed")
+    assert (last.end_ns, last.ms) == (lost_ns + 30 * MS, 30)
 
 
 def test_live_requests_of_a_scheduler_that_leads_no_more_are_forgotten_in_their_turn() -> None:
