@@ -270,7 +270,9 @@ class Dispatch:
         self.look_for_losses()
         if self._interruptions:
             told = "; ".join(f"{reason} ({count})" for reason, count in self._interruptions.most_common(3))
-            log.warning("%d interrupted requests are resumed: %s", self._interruptions.total(), told)
+            many = self._interruptions.total()
+            what = "request is" if many == 1 else "requests are"
+            log.warning("%d interrupted %s resumed: %s", many, what, told)
             self._interruptions.clear()
         now_s = self._clock.read(now_s)
         silent = now_s - self._heard_s > self._config.resume_timeout_s

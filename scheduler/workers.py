@@ -158,8 +158,8 @@ class Workers:
         context.carry_out(context.core.worker_up(worker, greeting.incarnation, capacity, now, step, cached))
         context.plans.links[worker] = WorkerLink(greeting.incarnation, time.monotonic(), step, greeting.reset)
         log.info(
-            "worker %s is ready: %s, %d blocks, %d of them with known content",
-            worker, capacity.model, capacity.num_blocks, len(cached),
+            "worker %s is ready: %s, %d blocks%s", worker, capacity.model, capacity.num_blocks,
+            f", {len(cached):,} of them with a prefix cache from before" if cached else "",
         )  # fmt: skip
         context.beat()
         context.plans.pump(worker)
