@@ -21,7 +21,9 @@ from shared.supervision import STANDS_BY, tell
 
 log = logging.getLogger("headrace.scheduler")
 
-POLL_S = 0.15  # between two looks of a scheduler that stands by
+POLL_S = 0.15  # between two looks of a scheduler that stands by, or less:
+LEAST_LOOKS = 10  # in the time of a lease
+MOST_LOOKS = 20  # at one revision: a store that is always slow to answer does not keep the lease from running out
 RETRY_S = 0.1  # between two renewals that failed
 RENEWALS = 4  # in the time of a lease
 MARGIN_SHARE = 0.1  # of a lease: for clocks that do not run alike, and for what is on its way to the bus
@@ -63,7 +65,9 @@ class LeaseView:
         self._until_s = float("-inf")
         self._bid_epoch = 0  # of the last bid, which may have been stored though nobody said so
         self._newborn = True  # a lease under this name is of the process before this one
-        self._seen: tuple[int, float] | None = None  # (revision, when it was first seen), standing by
+        self._seen: tuple[int, float] | None = None  # (revision, since when it is known not to change), standing by
+        self._first_s = 0.0  # when that revision was first seen
+        self._looks = 0  # at it
         self._looked_s = 0.0
         self.leader = ""  # whose lease was seen last
 
@@ -78,14 +82,19 @@ class LeaseView:
         """
         lease, revision = (_lease_of(found[0]), found[1]) if found is not None else (_NOBODY, 0)
         self.leader = lease.holder
-        if self._seen is None or self._seen[0] != revision or asked_s - self._looked_s > self._lease_s / 2:
+        if self._seen is None or self._seen[0] != revision:
+            self._seen = (revision, answered_s)
+            self._first_s, self._looks = answered_s, 0
+        elif asked_s - self._looked_s > self._lease_s / 2:
             # Not looked for long: this process or the store stood still, and so may the holder have, which goes on now.
             self._seen = (revision, answered_s)
+        since_s = self._seen[1] if self._looks < MOST_LOOKS else self._first_s
+        self._looks += 1
         self._looked_s = asked_s
         free = seen_epoch == 0 if found is None else lease.released
         own = lease.holder == self._name and (self._newborn or lease.epoch == self._bid_epoch)
         self._newborn = self._newborn and (own or found is None)
-        if not (free or own or asked_s - self._seen[1] >= self._lease_s):
+        if not (free or own or asked_s - since_s >= self._lease_s):
             return None
         self._bid_epoch = max(lease.epoch, seen_epoch, self.epoch) + 1
         return Lease(self._name, self._bid_epoch)
@@ -137,6 +146,7 @@ class LeaseKeeper:
         self._store = store
         self._view = LeaseView(name, lease_s)
         self._pause_s = lease_s / RENEWALS
+        self._poll_s = min(POLL_S, lease_s / LEAST_LOOKS)
         self._metrics = metrics
 
     @property
@@ -172,7 +182,7 @@ class LeaseKeeper:
                 if not troubled:
                     troubled = True
                     log.warning("the lease cannot be read: %s", error)
-            await asyncio.sleep(POLL_S)
+            await asyncio.sleep(self._poll_s)
         return False
 
     async def keep(self, regained: Callable[[], None]) -> str:

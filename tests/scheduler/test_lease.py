@@ -11,9 +11,11 @@ from memory_store import MemoryStore
 from mesh_stack import until
 from prometheus_client import CollectorRegistry
 
-from scheduler.lease import Found, Lease, LeaseKeeper, LeaseView
+from scheduler.config import SchedulerConfig
+from scheduler.lease import MOST_LOOKS, Found, Lease, LeaseKeeper, LeaseView
 from scheduler.metrics import SchedulerMetrics
 from scheduler.patience import LATE_S, RECONNECT_GRACE_S, Patience
+from shared.config import ConfigError, options_of
 
 LEASE_S = 1.0
 
@@ -94,6 +96,15 @@ def test_time_in_which_nobody_looked_does_not_count() -> None:
     one.now += 10  # this process was stopped, or the store away: the holder goes on as well
     assert one.looks(stored("a", 4, 7), 5) == [None] * 5
     assert one.looks(stored("a", 4, 7), 2) == [None, Lease("b", 5)]
+
+
+def test_a_store_that_is_always_slow_does_not_keep_the_lease_from_running_out() -> None:
+    one = Standby()
+    for _ in range(MOST_LOOKS):
+        one.now += 0.5
+        assert one.look(stored("a", 4, 7)) is None
+    one.now += 0.5
+    assert one.look(stored("a", 4, 7)) == Lease("b", 5)
 
 
 @pytest.mark.parametrize(
@@ -268,3 +279,19 @@ def test_silence_does_not_count_while_this_process_stood_still_or_was_cut_off() 
     assert not one.reconnected
     assert one.excused(15.75, True, 4) == 15.75 + RECONNECT_GRACE_S and one.reconnected
     assert one.excused(16.0, True, 4) is None and not one.reconnected
+
+
+def test_the_shortest_lease_that_can_be_set_runs_out_too() -> None:
+    lease_s = 0.3
+    (option,) = [option for option in options_of(SchedulerConfig) if option.name == "lease_s"]
+    assert option.parse(lease_s, "here") == lease_s
+    with pytest.raises(ConfigError):
+        option.parse(lease_s - 0.01, "here")
+
+    async def scenario(store: MemoryStore) -> None:
+        for epoch, name in enumerate("ab", 1):
+            keeper = LeaseKeeper(store, name, lease_s, SchedulerMetrics(CollectorRegistry()))
+            assert await keeper.acquire(asyncio.Event(), lambda: 0)
+            assert keeper.epoch == epoch
+
+    run(scenario)
