@@ -114,7 +114,7 @@ class Workers:
             context.core.worker_draining(worker)
         moved = context.core.hand_over(worker, time.monotonic_ns())
         if moved:
-            log.info("worker %s is stopping: %d sequences go on elsewhere", worker, len(moved))
+            log.info("worker %s is stopping: %d of its sequences to go on elsewhere", worker, len(moved))
             context.carry_out(moved)
         if moved or began:
             context.beat()
