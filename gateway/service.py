@@ -30,7 +30,7 @@ from observability.startup import start_up
 from observability.tracing import Tracing
 from shared.bus import Bus, BusUnavailable, NatsBus
 from shared.ids import new_process_id
-from shared.lifecycle import ServiceFault, StartupError
+from shared.lifecycle import ServiceFault, StartupError, end
 from shared.messages import Outcome
 from shared.ports import accept_no_more, listen_problem
 from shared.ports import listen as bound_socket
@@ -123,8 +123,7 @@ async def run_gateway(
         server.should_exit = True
         await http
         await gateway.dispatch.sent()
-        for task in background:
-            task.cancel()
+        await end(background)
 
 
 async def _tell_when_ready(server: Server, gateway: Gateway) -> None:

@@ -20,6 +20,7 @@ from scheduler.term import Term
 from shared.bus import Bus, BusUnavailable
 from shared.flight_record import Report
 from shared.jetstream import KeyStore
+from shared.lifecycle import end
 from shared.messages import (
     MAX_EPOCH,
     Answered,
@@ -99,8 +100,7 @@ class SchedulerService:
                 await self._lease.release()
                 if not stop.is_set():
                     log.warning("scheduler %s stands down: %s", self.name, self._why_over)
-            for task in sending:
-                task.cancel()
+            await end(sending)
 
     # --- leading ----------------------------------------------------------------------------------------------------
 
@@ -136,6 +136,9 @@ class SchedulerService:
                 for task in list(tasks):
                     task.cancel()
                 await term.end()
+                while tasks:  # what is cancelled may have begun another one before
+                    await end(list(tasks))
+                    await asyncio.sleep(0)
 
     async def _begin(self, term: Term) -> None:
         now = time.monotonic()

@@ -9,9 +9,11 @@ import asyncio
 import logging
 import signal
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 
 log = logging.getLogger("headrace.lifecycle")
+
+CANCEL_AGAIN_S = 0.1
 
 
 class StartupError(RuntimeError):
@@ -52,6 +54,19 @@ def run(
         log.error("fault: %s", _first(group), exc_info=group)
         code = 1
     return code
+
+
+async def end(tasks: Iterable[asyncio.Task[None]]) -> None:
+    """Cancel tasks, and return once they have ended.
+
+    Once is not enough: where an answer is there at the same moment, ``asyncio.wait_for`` (before Python 3.12) and
+    nats-py drop the cancellation, and a loop around them would go on for ever.
+    """
+    left = {task for task in tasks if not task.done()}
+    while left:
+        for task in left:
+            task.cancel()
+        _, left = await asyncio.wait(left, timeout=CANCEL_AGAIN_S)
 
 
 def _first(error: BaseException) -> BaseException:

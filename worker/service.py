@@ -8,7 +8,7 @@ import time
 
 from observability.tracing import Tracing
 from shared.bus import Bus
-from shared.lifecycle import ServiceFault
+from shared.lifecycle import ServiceFault, end
 from shared.messages import (
     BadMessage,
     PageSnapshot,
@@ -94,8 +94,7 @@ class WorkerService:
             ]
             await stop.wait()
             await self._drain()
-            for task in tasks:
-                task.cancel()
+            await end(tasks)
         await self._step_out.drain()
         await self._out.drain()
         if self._loop is not None:

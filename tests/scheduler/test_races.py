@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 import pytest
 from mesh_stack import until
@@ -212,5 +213,28 @@ def test_cancel_before_submit() -> None:
         await mesh.ended("s")
         started = {start.request_id for plan in mesh.sent(StepPlan) for start in plan.starts}  # type: ignore[union-attr]
         assert started == {"s"} and not a.service.core.knows("r", 1)
+
+    run(scenario)
+
+
+def test_a_leader_is_asked_to_stop_just_as_a_renewal_is_answered() -> None:
+    """asyncio.wait_for drops a cancellation that comes together with its result: whoever renews must end all the same,
+    or the lease is held for ever by a scheduler that does nothing."""
+
+    async def scenario(mesh: ServiceMesh) -> None:
+        scheduler, _ = await mesh.both()
+        write = scheduler.store.write
+
+        async def answered(value: bytes, expected: int) -> int:
+            scheduler.store.write = write  # type: ignore[method-assign]
+            scheduler.stop.set()
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(60)
+            return await write(value, expected)
+
+        scheduler.store.write = answered  # type: ignore[method-assign]
+        async with asyncio.timeout(20):
+            await scheduler.task
+        assert mesh.store.value is not None and b'"released":true' in mesh.store.value
 
     run(scenario)

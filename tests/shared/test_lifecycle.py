@@ -8,7 +8,7 @@ import signal
 
 import pytest
 
-from shared.lifecycle import ServiceFault, StartupError, run
+from shared.lifecycle import ServiceFault, StartupError, end, run
 
 
 def test_sigterm_sets_stop_and_ends_with_0() -> None:
@@ -37,3 +37,27 @@ def test_a_fault_is_1(fault: Exception) -> None:
         raise fault
 
     assert run(main) == 1
+
+
+def test_a_task_that_drops_its_cancellation_ends_all_the_same() -> None:
+    dropped = 0
+
+    async def deaf() -> None:
+        nonlocal dropped
+        while True:
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                dropped += 1
+                if dropped == 3:
+                    raise
+
+    async def body() -> None:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(deaf()), group.create_task(asyncio.sleep(0))]
+            await asyncio.sleep(0.01)
+            await end(tasks)
+            assert all(task.done() for task in tasks)
+
+    asyncio.run(asyncio.wait_for(body(), 30))
+    assert dropped == 3
