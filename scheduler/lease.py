@@ -131,6 +131,8 @@ class LeaseView:
         lease = _lease_of(found[0])
         if (lease.holder, lease.epoch, lease.released) != (self._name, self.epoch, False):
             self.gave_up()
+            if lease is _NOBODY:
+                return "the key holds no lease"
             return f"scheduler {lease.holder} leads in epoch {lease.epoch}"
         self.revision = found[1]
         return ""

@@ -119,6 +119,13 @@ def test_noise_in_the_key_runs_out_like_a_lease(value: bytes) -> None:
 # --- holding --------------------------------------------------------------------------------------------------------
 
 
+def test_a_holder_whose_key_was_overwritten_with_noise_leads_no_more() -> None:
+    view = LeaseView("a", LEASE_S)
+    view.took(Lease("a", 5), 8, 100.0)
+    assert view.contested((b"noise", 9)) == "the key holds no lease"
+    assert not view.holds(100.1)
+
+
 def test_a_holder_stops_before_anybody_else_may_begin() -> None:
     """Both count from one renewal: the holder from before it was sent, the other from after it was seen."""
     holder, other = LeaseView("a", LEASE_S), Standby()
