@@ -328,8 +328,6 @@ class Dispatch:
                 handler(decode(payload))
             except BadMessage as error:
                 self._metrics.bad_messages.inc()
-                log.debug(
-                    "a message was dropped: %s", error
-                )  # noise fills no disk: a metric counts it
+                log.debug("a message was dropped: %s", error)  # noise fills no disk: a metric counts it
 
         return read
