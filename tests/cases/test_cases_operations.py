@@ -302,7 +302,7 @@ def test_b24_bodies_larger_than_a_message(simulated: Mesh) -> None:
         began = time.monotonic()
         assert refused(simulated.post(prompt="long " * 600_000), 400, 413)
         assert refused(simulated.post(prompt=[[5] * 2000] * 1025), 400, 413)
-        assert time.monotonic() - began < 2
+        assert time.monotonic() - began < 10, "at once, not when a message was given up"
         prompts = [f"{index:04d} a legal prompt. " + "and on. " * 250 for index in range(1000)]
         reply = simulated.post(prompt=prompts, max_tokens=1, ignore_eos=True)
         if reply.status_code == 200:

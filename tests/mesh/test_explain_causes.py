@@ -121,14 +121,14 @@ def test_a_slow_client(tiny: Path) -> None:
 
 
 def test_a_lost_worker(tiny: Path) -> None:
-    with running_mesh(tiny, worker=(*SIMULATED, *STEPS), scheduler=("--worker-timeout-s", "1.5")) as mesh:
+    with running_mesh(tiny, worker=(*SIMULATED, *STEPS), gateway=("--resume-timeout-s", "2")) as mesh:
         call = Call(mesh, "lost", prompt(10), 5000).running()
         mesh.workers[0].kill()
         found = explained(mesh, call)
         assert b"error" in call.answer
-        assert found.main_cause("decode")[0].startswith("lost: its worker was silent")
-        assert found.ms_of("decode", "lost") > 1000
-        assert found.told["end"].startswith("lost: its worker was silent")
+        assert found.main_cause("decode")[0].startswith("lost: its worker is gone")
+        assert found.ms_of("decode", "lost") > 500
+        assert found.told["end"].startswith("lost: its worker is gone")
 
 
 # --- while it runs ---------------------------------------------------------------------------------------------------

@@ -70,8 +70,8 @@ def traced(tiny: Path) -> Iterator[Traced]:
         worker = ("--simulate", "--simulate-vocab-size", str(VOCAB_SIZE), "--simulate-blocks", "8")
         with running_mesh(
             tiny,
-            scheduler=(*every, "--no-growth-aware-admission", "--worker-timeout-s", "1.5"),
-            worker=(*every, *worker), gateway=every,
+            scheduler=(*every, "--no-growth-aware-admission"),
+            worker=(*every, *worker), gateway=(*every, "--resume-timeout-s", "2"),
         ) as mesh:  # fmt: skip
             yield Traced(mesh, receiver)
 
@@ -204,7 +204,7 @@ def test_a_killed_worker_leaves_no_open_trace(traced: Traced) -> None:
     for name in (names.LOST, names.STREAM, "text_completion m"):
         span = traced.only(spans, name)
         assert span.status.code == span.status.STATUS_CODE_ERROR, name
-    logged = traced.mesh.scheduler.output()
+    logged = traced.mesh.gateway.output()
     assert f'"trace_id": "{trace_id}"' in logged
 
 
