@@ -8,6 +8,7 @@ import itertools
 from collections.abc import Callable
 
 from shared.bus import BusTimeout, BusUnavailable, Handler, NoResponder, PayloadTooLarge, Unsubscribe
+from shared.messages import AnyMessage, decode
 
 
 class InProcessBus:
@@ -142,3 +143,18 @@ def _matches(pattern: str, subject: str) -> bool:
         return subject.startswith(pattern[:-1])
     parts, wanted = subject.split("."), pattern.split(".")
     return len(parts) == len(wanted) and all(want in ("*", part) for part, want in zip(parts, wanted, strict=True))
+
+
+class LoseFirst:
+    """For ``InProcessBus.lose``: the first ``count`` messages of a kind vanish, and are kept in ``lost``."""
+
+    def __init__(self, kind: type[AnyMessage], count: int) -> None:
+        self._kind = kind
+        self._count = count
+        self.lost: list[bytes] = []
+
+    def __call__(self, _: str, payload: bytes) -> bool:
+        if len(self.lost) >= self._count or not isinstance(decode(payload), self._kind):
+            return False
+        self.lost.append(payload)
+        return True

@@ -241,18 +241,21 @@ def test_b11_min_tokens_are_exact_for_eos_and_for_stop_strings(mesh: Mesh) -> No
 # --- B12 --------------------------------------------------------------------------------------------------------------
 
 
+def twenty_begun(mesh: Mesh, streams: contextlib.ExitStack, max_tokens: int) -> None:
+    """Twenty streams, each with its third event read, which ``streams`` holds open."""
+    for index in range(20):
+        lines = streams.enter_context(open_stream(mesh, prompt=f"left {index}", max_tokens=max_tokens, ignore_eos=True))
+        got = Streamed()
+        while len(got.events) < 3:
+            got.add(next(lines))
+
+
 def test_b12_clients_that_leave_free_everything(simulated: Mesh) -> None:
     simulated.quiescence()
     aborted = 'headrace_gateway_requests_total{endpoint="completions",outcome="aborted"}'
     before = simulated.metrics(simulated.gateway).get(aborted, 0)
     with contextlib.ExitStack() as streams:
-        for index in range(20):
-            lines = streams.enter_context(
-                open_stream(simulated, prompt=f"left {index}", max_tokens=500, ignore_eos=True)
-            )
-            got = Streamed()
-            while len(got.events) < 3:
-                got.add(next(lines))
+        twenty_begun(simulated, streams, 500)
     simulated.quiescence(within_s=2)
     assert simulated.metrics(simulated.gateway)[aborted] - before == 20
     # The worker stands still: the next tokens it makes are those of the next request.
@@ -268,13 +271,7 @@ def test_b12_clients_that_leave_while_their_worker_is_away_free_everything(simul
     aborted = 'headrace_gateway_requests_total{endpoint="completions",outcome="aborted"}'
     before = simulated.metrics(simulated.gateway).get(aborted, 0)
     with contextlib.ExitStack() as streams:
-        for index in range(20):
-            lines = streams.enter_context(
-                open_stream(simulated, prompt=f"left {index}", max_tokens=1500, ignore_eos=True)
-            )
-            got = Streamed()
-            while len(got.events) < 3:
-                got.add(next(lines))
+        twenty_begun(simulated, streams, 1500)
         simulated.workers[0].kill()
         simulated.wait_ready(False)
     eventually(lambda: simulated.metrics(simulated.gateway).get(aborted, 0) - before == 20, "all have left")

@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable
 
 import pytest
-from in_process_bus import InProcessBus
+from in_process_bus import InProcessBus, LoseFirst
 from memory_store import MemoryStore
 from mesh_stack import until
 from prometheus_client import CollectorRegistry
@@ -202,19 +202,11 @@ def test_a_failed_step_loses_its_batch_and_the_worker_serves_on() -> None:
 
 
 def test_a_lost_fault_is_told_again() -> None:
-    lost: list[bytes] = []
-
-    def lose(_: str, payload: bytes) -> bool:
-        if isinstance(decode(payload), WorkerFault) and len(lost) < 2:
-            lost.append(payload)
-            return True
-        return False
-
     async def scenario(mesh: OneProcessMesh) -> None:
         await mesh.submit("a", 20, 1)
         await until(lambda: mesh.events, "the loss to be told")
 
-    assert run(scenario, lose, Faulty(CAPACITY, StepTime())).events == ["lost"]
+    assert run(scenario, LoseFirst(WorkerFault, 2), Faulty(CAPACITY, StepTime())).events == ["lost"]
 
 
 def test_a_lost_reset_after_a_fault_does_not_mix_batches() -> None:
@@ -230,16 +222,9 @@ def test_a_lost_reset_after_a_fault_does_not_mix_batches() -> None:
         await until(lambda: "c" in mesh.ends, "service to resume")
         assert mesh.tokens["c"] == expected_tokens(prompt("c"), 3, 20, VOCAB)
 
-    resets: list[bytes] = []
-
-    def lose(_: str, payload: bytes) -> bool:
-        if isinstance(decode(payload), Reset) and not resets:
-            resets.append(payload)
-            return True
-        return False
-
+    lose = LoseFirst(Reset, 1)
     run(scenario, lose, Faulty(CAPACITY, StepTime()))
-    assert resets
+    assert lose.lost
 
 
 def test_a_late_result_of_a_lost_batch_is_not_taken_for_one_of_the_new_batch() -> None:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 import pytest
+from in_process_bus import LoseFirst
 from mesh_stack import until
 from service_mesh import CAPACITY, SUBJECTS, SchedulerNode, ServiceMesh, prompt, run
 
@@ -77,18 +78,12 @@ def test_no_plan_is_made_before_the_pages_are_told() -> None:
 
 
 def test_a_reset_that_was_lost_comes_again() -> None:
-    lost: list[bytes] = []
-
-    def lose(_: str, payload: bytes) -> bool:
-        if isinstance(decode(payload), Reset) and len(lost) < 3:
-            lost.append(payload)
-            return True
-        return False
+    lose = LoseFirst(Reset, 3)
 
     async def scenario(mesh: ServiceMesh) -> None:
         mesh.bus.lose = lose
         await mesh.both()
-        assert len(lost) == 3 and set(lost) == {lost[0]}
+        assert len(lose.lost) == 3 and set(lose.lost) == {lose.lost[0]}
 
     run(scenario)
 
