@@ -48,12 +48,48 @@ class RaggedBatch:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class DeviceBatch:
+    """A :class:`RaggedBatch` on a device. What the host must know of it are bounds, so that nobody waits for the
+    device, and a captured graph may be replayed with other contents in the same tensors.
+
+    ``T`` and ``S`` may be more than there is to do: a sequence without queries does nothing, and the rows behind the
+    last query (``query_start[S]``) are not read.
+    """
+
+    query_start: torch.Tensor  # int32 [S + 1]
+    visible: torch.Tensor  # int32 [T]
+    block_tables: torch.Tensor  # int32 [S, P], rows side by side or further apart
+    write_slots: torch.Tensor  # int64 [T]
+    max_query: int  # no sequence has more query tokens
+    max_keys: int  # no query sees more keys
+    host: RaggedBatch | None = None  # the same on the host, where it is known; None in a captured graph
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.visible)
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.query_start) - 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class LayerCache:
     """One layer's pages: ``[num_pages, block_size, num_kv_heads, head_dim]``. How they lie in memory is the kernel's
-    choice, so kernels get their caches from :meth:`AttentionKernel.allocate`."""
+    choice, so kernels get their caches from :meth:`AttentionKernel.allocate`.
+
+    Pages in fp8 or int8 have a scale for each token and head: a number is what is stored times its scale.
+    """
 
     key: torch.Tensor
     value: torch.Tensor
+    key_scale: torch.Tensor | None = None  # float32 [num_pages, block_size, num_kv_heads]
+    value_scale: torch.Tensor | None = None
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All that a page consists of: whoever copies a page copies these."""
+        scales = [scale for scale in (self.key_scale, self.value_scale) if scale is not None]
+        return [self.key, self.value, *scales]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -96,4 +132,24 @@ class AttentionKernel(Protocol):
         ``query`` is ``[T, num_heads, head_dim]``; returns the same shape. Numbers that are not finite are written as
         finite ones, so that a sequence gone wrong can't reach another through a reused page.
         """
+        ...
+
+
+class DeviceKernel(AttentionKernel, Protocol):
+    """A kernel of a device that runs asynchronously: nothing here waits for the device or reads anything back.
+
+    Pages are plain ``[num_pages, block_size, num_kv_heads, head_dim]`` in memory, so that kernels can share them.
+    """
+
+    def plan_device(self, batch: DeviceBatch) -> Any:
+        """As :meth:`plan`, of a batch that is there already. May be captured in a graph, if ``batch.host`` is None."""
+        ...
+
+    def write(self, plan: Any, cache: LayerCache, key: torch.Tensor, value: torch.Tensor) -> None:
+        """The first half of :meth:`attend`."""
+        ...
+
+    def read(self, plan: Any, cache: LayerCache, query: torch.Tensor, layer: LayerAttention) -> torch.Tensor:
+        """The second half, of keys and values that are written (by :meth:`write`, or by a kernel that rotates them
+        first)."""
         ...

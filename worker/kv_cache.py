@@ -46,7 +46,11 @@ class PoolSize:
 
 
 def bytes_per_token(num_layers: int, geometry: Geometry, dtype: torch.dtype) -> int:
-    return 2 * num_layers * geometry.num_kv_heads * geometry.head_dim * dtype.itemsize
+    """Of keys and values in all layers, ``dtype`` being what they are stored in."""
+    head_bytes = geometry.head_dim * dtype.itemsize
+    if dtype.itemsize == 1:
+        head_bytes += torch.float32.itemsize  # the scale of each token and head
+    return 2 * num_layers * geometry.num_kv_heads * head_bytes
 
 
 def pool_size(
@@ -122,14 +126,11 @@ class KVCache:
 
     def __init__(self, kernel: AttentionKernel, num_layers: int, num_blocks: int, host_blocks: int = 0) -> None:
         self.layers: list[LayerCache] = [kernel.allocate(num_blocks + 1) for _ in range(num_layers)]
-        self._host: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._host: list[list[torch.Tensor]] = []
         if host_blocks:
             # Pinned where the pages are on a GPU: only then does a copy run at the link's full rate.
             pin = self.layers[0].key.is_cuda
-            self._host = [
-                (_host_pool(layer.key, host_blocks, pin), _host_pool(layer.value, host_blocks, pin))
-                for layer in self.layers
-            ]
+            self._host = [[_host_pool(pool, host_blocks, pin) for pool in layer.tensors()] for layer in self.layers]
 
     def swap_out(self, moves: Sequence[tuple[int, int]]) -> None:
         """Copy (page, place in host memory) pairs, in every layer. Returns once the pages may be overwritten."""
@@ -146,7 +147,7 @@ class KVCache:
         at = torch.tensor(pages, device=device)
         there = torch.tensor(places)
         for layer, host in zip(self.layers, self._host, strict=True):
-            for pool, kept in ((layer.key, host[0]), (layer.value, host[1])):
+            for pool, kept in zip(layer.tensors(), host, strict=True):
                 if to_host:
                     kept[there] = pool[at].to(kept.device)
                 else:
@@ -160,7 +161,7 @@ class KVCache:
         copied = 0
         for source, target in pages:
             for layer in self.layers:
-                for pool in (layer.key, layer.value):
+                for pool in layer.tensors():
                     pool[target].copy_(pool[source])
                     copied += pool[source].numel() * pool.element_size()
         return copied

@@ -1,0 +1,28 @@
+"""A ragged batch's way to the device: one packed copy."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from kernels.contract import DeviceBatch, RaggedBatch
+
+
+def on_device(batch: RaggedBatch, device: torch.device) -> DeviceBatch:
+    """Nothing waits for the copy. A GPU's goes through pinned memory, which torch's allocator keeps until it is done."""
+    parts = (batch.query_start, batch.visible, batch.block_tables.ravel())
+    sizes = [len(part) for part in parts]
+    packed = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=device.type == "cuda")
+    np.concatenate(parts, out=packed.numpy(), casting="same_kind")
+    slots = torch.empty(batch.num_tokens, dtype=torch.int64, pin_memory=device.type == "cuda")
+    slots.numpy()[:] = batch.write_slots
+    query_start, visible, tables = packed.to(device, non_blocking=True).split(sizes)
+    return DeviceBatch(
+        query_start=query_start,
+        visible=visible,
+        block_tables=tables.view(batch.block_tables.shape),
+        write_slots=slots.to(device, non_blocking=True),
+        max_query=int(np.diff(batch.query_start).max(initial=0)),
+        max_keys=int(batch.visible.max(initial=0)),
+        host=batch,
+    )
