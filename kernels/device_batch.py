@@ -9,7 +9,7 @@ from kernels.contract import DeviceBatch, RaggedBatch
 
 
 def on_device(batch: RaggedBatch, device: torch.device) -> DeviceBatch:
-    """Nothing waits for the copy. A GPU's goes through pinned memory, which torch's allocator keeps until it is done."""
+    """Nothing waits for the copy. A GPU's goes through pinned memory, which torch keeps until the copy is done."""
     parts = (batch.query_start, batch.visible, batch.block_tables.ravel())
     sizes = [len(part) for part in parts]
     packed = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=device.type == "cuda")
