@@ -16,7 +16,7 @@ def on_device(batch: RaggedBatch, device: torch.device) -> DeviceBatch:
     np.concatenate(parts, out=packed.numpy(), casting="same_kind")
     slots = torch.empty(batch.num_tokens, dtype=torch.int64, pin_memory=device.type == "cuda")
     slots.numpy()[:] = batch.write_slots
-    query_start, visible, tables = packed.to(device, non_blocking=True).split(sizes)
+    query_start, visible, tables = torch.split(packed.to(device, non_blocking=True), sizes)
     return DeviceBatch(
         query_start=query_start,
         visible=visible,
