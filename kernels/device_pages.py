@@ -1,0 +1,26 @@
+"""Pages of the kernels that run on a device: one layout, so that several of them can serve the same cache."""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.contract import Geometry, LayerCache
+from kernels.pages import zeros
+
+LARGEST_STORED = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
+"""What the largest number of a head is stored as, in the types whose pages have scales."""
+
+
+def has_scales(storage: torch.dtype) -> bool:
+    """Whether pages of this type need a scale for each token and head."""
+    return storage in LARGEST_STORED
+
+
+def allocate(geometry: Geometry, storage: torch.dtype, num_pages: int, device: torch.device) -> LayerCache:
+    """Zeros: ``[num_pages, block_size, num_kv_heads, head_dim]``, contiguous; scales for each token and head where
+    ``storage`` is fp8 (e4m3) or int8."""
+    rows = (num_pages, geometry.block_size, geometry.num_kv_heads)
+    key, value = (zeros((*rows, geometry.head_dim), storage, device) for _ in range(2))
+    if not has_scales(storage):
+        return LayerCache(key, value)
+    return LayerCache(key, value, *(zeros(rows, torch.float32, device) for _ in range(2)))
