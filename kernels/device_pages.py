@@ -6,14 +6,7 @@ import torch
 
 from kernels.contract import Geometry, LayerCache
 from kernels.pages import zeros
-
-LARGEST_STORED = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
-"""What the largest number of a head is stored as, in the types whose pages have scales."""
-
-
-def has_scales(storage: torch.dtype) -> bool:
-    """Whether pages of this type need a scale for each token and head."""
-    return storage in LARGEST_STORED
+from kernels.quantized_pages import has_scales
 
 
 def allocate(geometry: Geometry, storage: torch.dtype, num_pages: int, device: torch.device) -> LayerCache:
