@@ -17,13 +17,12 @@ def has_scales(storage: torch.dtype) -> bool:
 def quantize(x: torch.Tensor, storage: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """``[..., head_dim]`` finite numbers -> (what is stored, float32 scales ``[...]``).
 
-    The scale is the largest magnitude over :data:`LARGEST_STORED`, in float32, or 1 where all are zeros (or so small
-    that it would be no normal number); stored is ``x / scale`` (IEEE division), rounded to nearest even.
+    The scale is the largest magnitude over :data:`LARGEST_STORED`, but at least the smallest normal float32; stored is
+    ``x / scale`` (both in float32, IEEE divisions), rounded to nearest even.
     """
     largest = LARGEST_STORED[storage]
     exact = x.float()
-    scale = exact.abs().amax(dim=-1) / largest
-    scale = torch.where(scale < torch.finfo(torch.float32).tiny, torch.ones_like(scale), scale)
+    scale = (exact.abs().amax(dim=-1) / largest).clamp_min(torch.finfo(torch.float32).tiny)
     stored = (exact / scale.unsqueeze(-1)).clamp(-largest, largest)
     return (stored.round() if storage == torch.int8 else stored).to(storage), scale
 
