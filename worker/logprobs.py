@@ -6,6 +6,7 @@ They are a float32 ``log_softmax`` of the raw logits (float64 for a float64 mode
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -24,27 +25,48 @@ def log_probabilities(logits: torch.Tensor) -> torch.Tensor:
     return torch.log_softmax(logits, dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
 
 
-def describe(log_probs: torch.Tensor, tokens: Sequence[int], tops: Sequence[int]) -> list[TokenLogprob]:
-    """Of each row of ``log_probs`` ``[rows, vocabulary]``: its token's log-probability and rank, and its best ``tops``.
+@dataclass(frozen=True, slots=True, eq=False)
+class Gathered:
+    """What is told of some rows, where their log-probabilities are; finite numbers."""
 
-    Equally probable tokens share the best of their ranks and come in the order of their ids.
-    """
-    vocabulary = log_probs.shape[1]
-    chosen = log_probs.gather(1, torch.tensor(tokens, device=log_probs.device)[:, None])
-    ranks: list[int] = torch.count_nonzero(log_probs > chosen, dim=-1).add_(1).tolist()
-    values: list[float] = _finite(chosen[:, 0])
-    most = min(max(tops), vocabulary)
-    if not most:
-        return [TokenLogprob(value, rank) for value, rank in zip(values, ranks, strict=True)]
-    best_values, best_ids = _best(log_probs, most)
+    values: torch.Tensor  # [rows]: of each one's token
+    ranks: torch.Tensor  # int64 [rows]
+    best_values: torch.Tensor  # [rows, most], falling
+    best_ids: torch.Tensor  # int64 [rows, most]
+
+
+def gather(log_probs: torch.Tensor, tokens: torch.Tensor, most: int) -> Gathered:
+    """The first half of :func:`describe`, for up to ``most`` alternatives of each row: nothing waits for a device."""
+    chosen = log_probs.gather(1, tokens[:, None])
+    ranks = torch.count_nonzero(log_probs > chosen, dim=-1).add_(1)
+    best_values, best_ids = _best(log_probs, min(most, log_probs.shape[1]))
+    return Gathered(_finite(chosen[:, 0]), ranks, _finite(best_values), best_ids)
+
+
+def tell(
+    values: Sequence[float],
+    ranks: Sequence[int],
+    best_values: Sequence[Sequence[float]],
+    best_ids: Sequence[Sequence[int]],
+    tops: Sequence[int],
+) -> list[TokenLogprob]:
+    """The second half, of what :class:`Gathered` holds as lists."""
     described = []
-    rows = zip(values, ranks, _finite(best_values), best_ids.tolist(), tops, strict=True)
-    for value, rank, top_values, top_ids, top in rows:
+    for value, rank, top_values, top_ids, top in zip(values, ranks, best_values, best_ids, tops, strict=True):
         ranked = sorted(zip(top_values, top_ids, strict=True), key=lambda pair: (-pair[0], pair[1]))[:top]
         described.append(
             TokenLogprob(value, rank, [token for _, token in ranked], [log_prob for log_prob, _ in ranked])
         )
     return described
+
+
+def describe(log_probs: torch.Tensor, tokens: Sequence[int], tops: Sequence[int]) -> list[TokenLogprob]:
+    """Of each row of ``log_probs`` ``[rows, vocabulary]``: its token's log-probability and rank, and its best ``tops``.
+
+    Equally probable tokens share the best of their ranks and come in the order of their ids.
+    """
+    found = gather(log_probs, torch.tensor(tokens, device=log_probs.device), max(tops))
+    return tell(found.values.tolist(), found.ranks.tolist(), found.best_values.tolist(), found.best_ids.tolist(), tops)
 
 
 def describe_prompt(logits: torch.Tensor, tokens: Sequence[int], top: int) -> list[TokenLogprob]:
@@ -61,6 +83,8 @@ def _best(log_probs: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tens
     alternatives depend on how many the rows beside it ask for. They lie in the blocks with the largest maxima.
     """
     vocabulary = log_probs.shape[1]
+    if not count:
+        return log_probs[:, :0], torch.empty((len(log_probs), 0), dtype=torch.int64, device=log_probs.device)
     width = vocabulary // BLOCK * BLOCK
     if width <= 4 * count * BLOCK:
         return _first(log_probs, count)
@@ -79,5 +103,5 @@ def _first(values: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor
     return ordered[:, :count], places[:, :count]
 
 
-def _finite(values: torch.Tensor) -> list:  # type: ignore[type-arg]  # nested as the tensor is
-    return values.nan_to_num(nan=FLOOR, neginf=FLOOR).clamp_min(FLOOR).tolist()
+def _finite(values: torch.Tensor) -> torch.Tensor:
+    return values.nan_to_num(nan=FLOOR, neginf=FLOOR).clamp_min(FLOOR)

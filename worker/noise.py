@@ -16,6 +16,7 @@ The upper 32 bits ``r`` of an output give ``u = (r + 1/2) / 2**32``.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -32,10 +33,16 @@ _TOKENS = 0x5851F42D4C957F2D
 def row_keys(rows: list[tuple[int, int, int, int]]) -> npt.NDArray[np.int64]:
     """``[rows]`` keys, as int64 bit patterns, of (seed, prompt index, choice, position)."""
     fields = np.array(rows, dtype=np.uint64).reshape(-1, 4)
-    key = np.zeros(len(fields), dtype=np.uint64)
+    keys = np.zeros(len(fields), dtype=np.int64)
     for column in range(4):
-        key = _mix_uint64((key ^ fields[:, column]) + np.uint64(_GOLDEN))
-    return key.view(np.int64)
+        keys = absorb(keys, fields[:, column])
+    return keys
+
+
+def absorb(keys: npt.NDArray[np.int64], fields: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.int64]:
+    """``[rows]`` keys that have taken in one more number each; those of 0 numbers are 0."""
+    mixed = _mix_uint64((keys.view(np.uint64) ^ fields.astype(np.uint64)) + np.uint64(_GOLDEN))
+    return mixed.view(np.int64)
 
 
 def block_noise(keys: torch.Tensor, num_blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
