@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
 from benchmarks.peers.processes import Spent
-from headrace.bench.client import Taken
 from headrace.bench.report import percentile
+from headrace.bench.taken import Taken
 
 
 @dataclass(frozen=True)

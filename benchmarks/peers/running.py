@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from headrace.bench.client import Client, Taken
+from headrace.bench.client import Client
+from headrace.bench.taken import Taken
 from headrace.bench.workload import Shot
 
 POLL_S = 0.2

@@ -11,42 +11,15 @@ import contextlib
 import json
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 import httptools
 
+from headrace.bench.taken import Taken
 from headrace.bench.workload import Shot
 
 IDLE_S = 2.0
 """An idle connection is not used again after so long: servers close theirs after five seconds, and might just then."""
-
-
-@dataclass(slots=True)
-class Taken:
-    """What one request took. Times in seconds of time.perf_counter."""
-
-    want_tokens: int
-    since_s: float  # when it was due: queueing at the client is not hidden
-    sent_s: float = 0.0
-    status: int = 0  # 0: no answer yet
-    retry_after: bool = False
-    text_s: list[float] = field(default_factory=list)  # each piece of text; one token unless somebody lagged
-    ended_s: float = 0.0  # 0: open
-    completion_tokens: int = 0
-    error: str = ""
-
-    @property
-    def ttft_s(self) -> float:
-        return self.text_s[0] - self.since_s if self.text_s else 0.0
-
-    @property
-    def itl_s(self) -> list[float]:
-        return [after - before for before, after in zip(self.text_s, self.text_s[1:], strict=False)]
-
-    @property
-    def e2e_s(self) -> float:
-        return self.ended_s - self.since_s
 
 
 class Client:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from headrace.bench.client import Taken
 from headrace.bench.probe import CLIENT, Sample
 from headrace.bench.report import percentile
+from headrace.bench.taken import Taken
 from headrace.text_table import figures_table
 
 REFUSALS = (429, 503)

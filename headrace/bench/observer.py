@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from shared.bus import NatsBus
-from shared.messages import BadMessage, StepPlan, StepResult, decode
+from shared.messages import AnyMessage, BadMessage, StepPlan, StepResult, decode
 from shared.subjects import Subjects
 
 
@@ -30,9 +30,12 @@ class Observer:
         if not self.recording:
             return
         try:
-            message = decode(payload)
+            self.see(decode(payload))
         except BadMessage:
             return
+
+    def see(self, message: AnyMessage) -> None:
+        """Note a plan or a result, however it went by."""
         if isinstance(message, StepPlan):
             self._backlog[message.worker, message.step] = message.backlog
             self.starts += len(message.starts)

@@ -17,10 +17,11 @@ from dataclasses import dataclass, replace
 
 import httpx
 
-from headrace.bench.client import Client, Taken, client_of, fire
+from headrace.bench.client import Client, client_of, fire
 from headrace.bench.goodput import LoadFigures, Window, load_figures
 from headrace.bench.mesh import MeshFailed, running_mesh
 from headrace.bench.probe import Probe, Sample
+from headrace.bench.taken import Taken
 from headrace.bench.workload import Shot, Workload, endless_shots, mean_output_tokens, shots
 
 FILLING_SHARE = 1 / 5

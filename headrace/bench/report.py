@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-from headrace.bench.client import Taken
 from headrace.bench.observer import Observer
+from headrace.bench.taken import Taken
 from headrace.text_table import figures_table
 
 

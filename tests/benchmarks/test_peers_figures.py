@@ -9,7 +9,7 @@ import pytest
 from benchmarks.peers.figures import Figures, figures, full_load_rate
 from benchmarks.peers.processes import Spent, Usage, kind_of, spent
 from benchmarks.peers.report import best_peer, cell, cpu_table, ratio, report
-from headrace.bench.client import Taken
+from headrace.bench.taken import Taken
 
 NOTHING = Spent(10.0, {"engine": 2.0, "front": 0.5}, 0.4, 0.3, 0.1)
 

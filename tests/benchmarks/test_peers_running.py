@@ -17,7 +17,8 @@ from benchmarks.peers.drivers.driving import closed_loop as driven_loop
 from benchmarks.peers.engines import DRIVERS, ENGINES, cpu_list
 from benchmarks.peers.running import Command, EngineFailed, closed_loop, driven, served
 from benchmarks.peers.workloads import LOADS
-from headrace.bench.client import Client, Taken
+from headrace.bench.client import Client
+from headrace.bench.taken import Taken
 from headrace.bench.workload import Shot
 
 FAKE_DRIVER = """

@@ -7,7 +7,8 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
-from headrace.bench.client import Client, Taken, _Connection, client_of
+from headrace.bench.client import Client, _Connection, client_of
+from headrace.bench.taken import Taken
 from headrace.bench.workload import Shot
 
 DEADLINE_S = 30.0

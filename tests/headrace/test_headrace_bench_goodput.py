@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from headrace.bench.client import Taken
 from headrace.bench.goodput import LoadFigures, Window, load_figures, load_table, of_the_peak
 from headrace.bench.probe import Sample, read_metrics
+from headrace.bench.taken import Taken
 
 
 def whole(since_s: float, text_s: list[float], tokens: int | None = None) -> Taken:
