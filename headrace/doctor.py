@@ -38,8 +38,16 @@ class Finding:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit 0 without problems, 1 with some."""
-    Parser(prog="headrace doctor", description="Check this installation.").parse_args(argv)
+    """Exit 0 without problems, 1 with some. With ``--gpu`` the rest is :mod:`headrace.gpu_check`'s."""
+    if "--gpu" in argv:
+        from headrace.gpu_check.main import main as check_gpu
+
+        return check_gpu([word for word in argv if word != "--gpu"])
+    made = Parser(prog="headrace doctor", description="Check this installation.")
+    made.add_argument(
+        "--gpu", action="store_true", help="check and measure the GPU path instead; `headrace doctor --gpu --help`"
+    )
+    made.parse_args(argv)
     findings = list(examine())
     for finding in findings:
         print(f"{finding.level:<8} {finding.subject:<12} {finding.text}")
