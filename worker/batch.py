@@ -8,7 +8,7 @@ changes bookkeeping only; no KV entry moves.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -55,6 +55,7 @@ class Slot:
     num_pages: int
     cached: int  # prompt tokens that the prefix cache held when it joined; -1: it joined with generated tokens
     ended: str = ""  # an EndReason once it has ended
+    pending: int = 0  # tokens that steps in flight sample for it, after ``tokens``: their values are not here yet
     traced: bool = False  # whoever caused it wants spans
     first_row_ns: int = 0  # when its first row ran: for spans
     first_token_ns: int = 0
@@ -82,7 +83,8 @@ class Slot:
 class Row:
     """``count`` consecutive query tokens of one slot: positions ``start .. start + count - 1``.
 
-    Their ids are ``slot.tokens[start : start + count]``; KV is written for each; each attends causally to all earlier
+    Their ids are ``slot.tokens[start : start + count]``; where that is one longer than ``slot.tokens``, the last is the
+    token that the step before samples. KV is written for each; each attends causally to all earlier
     positions and itself. With ``padding`` the rows stand for nothing: any token id, KV written to the scratch page,
     each attends to keys ``[0, max(start, 1))``, and the output is thrown away.
     """
@@ -94,11 +96,20 @@ class Row:
     padding: bool = False
 
 
+class Run(NamedTuple):
+    """What a plan wants of one slot: a row or, of a fork, only a token."""
+
+    slot: Slot
+    samples: bool  # the plan counts on a token
+    staged: bool  # it had not ended when the step was staged: there is a row for it, or a fork
+
+
 @dataclass(slots=True)
 class Step:
-    """What one forward pass runs."""
+    """What one forward pass runs. It names sequences: by the time that it is settled, their slots may be others'."""
 
     rows: list[Row]
+    runs: list[Run] = field(default_factory=list)  # in the order of the plan and of what is sampled
     forks: list[tuple[Row, Slot]] = field(default_factory=list)  # a slot that samples from the logits of another's row
     copies: list[tuple[int, int]] = field(default_factory=list)
     swap_outs: list[tuple[int, int]] = field(default_factory=list)  # (page, place in host memory)
@@ -135,7 +146,13 @@ class Settled:
 
 
 class Batch:
-    """``tables[slot, i]`` is the page that holds tokens ``i * block_size ..`` of the sequence in ``slot`` (int32)."""
+    """``tables[slot, i]`` is the page that holds tokens ``i * block_size ..`` of the sequence in ``slot`` (int32).
+
+    A step is staged, runs, and is settled; the next one may be staged before that (:meth:`must_settle` says when not).
+    A sequence that turns out to have ended in the earlier step has then run one row of the later one in vain. That
+    row's page is its own: a scheduler gives an ended sequence's pages to others only in plans that it makes after the
+    result that tells of the end, and those run after the later step. So do all that a later plan has read or written.
+    """
 
     def __init__(self, block_size: int, num_blocks: int, max_model_len: int, eos_token_ids: frozenset[int]) -> None:
         self.block_size = block_size
@@ -144,6 +161,7 @@ class Batch:
         self.eos_token_ids = eos_token_ids
         self.slots: dict[int, Slot] = {}
         self.tables = np.zeros((16, self.max_blocks_per_seq), dtype=np.int32)
+        self.changed: dict[int, int] = {}  # slot: the first place of its table written since somebody took a copy
 
     def clear(self) -> None:
         self.slots.clear()
@@ -161,21 +179,30 @@ class Batch:
         for index, pages in plan.pages:
             self._append_pages(self._slot(index), pages)
         rows: list[Row] = []
-        for index in plan.decodes:
+        runs: list[Run] = []
+        for index, count in [*((index, 1) for index in plan.decodes), *plan.chunks]:
             slot = self._slot(index)
-            if not slot.ended:
-                rows.append(self._row(slot, 1))
-        for index, count in plan.chunks:
-            slot = self._slot(index)
-            if not slot.ended:
-                rows.append(self._row(slot, count))
+            if slot.ended:
+                runs.append(Run(slot, samples=True, staged=False))
+                continue
+            row = self._row(slot, count)
+            rows.append(row)
+            runs.append(Run(slot, row.sample, staged=True))
         for index, count in plan.padding:
             slot = self._slot(index)
             rows.append(Row(slot, max(1, slot.computed), count, sample=False, padding=True))
-        return Step(rows, self._forks(plan, rows), list(plan.copies), list(plan.swap_outs), list(plan.swap_ins))
+        forks = self._forks(plan, rows)
+        runs += [Run(slot, samples=True, staged=True) for _, slot in forks]
+        self._advance(rows, forks)
+        return Step(rows, runs, forks, list(plan.copies), list(plan.swap_outs), list(plan.swap_ins))
 
-    def settle(self, plan: StepPlan, sampled: Sampled) -> Settled:
-        """Account for the forward pass of ``plan``."""
+    def must_settle(self, plan: StepPlan) -> bool:
+        """Whether the plan can't be staged while a step is in flight: it adds to tokens that are not all here."""
+        parents = [self.slots.get(start.parent) for start in plan.starts if start.parent >= 0]
+        return bool(plan.feeds) or any(parent is not None and parent.pending for parent in parents)
+
+    def settle(self, step: Step, sampled: Sampled) -> Settled:
+        """Account for what ``step`` has sampled. Steps are settled in the order in which they were staged."""
         settled = Settled()
         for slot, offset, logprobs in sampled.prompt_logprobs:
             # The prompt's, whichever choice computes it: the first choice's entries carry them.
@@ -183,25 +210,24 @@ class Batch:
                 slot.request_id, slot.attempt, 0, 0, [], prompt_logprobs=logprobs, prompt_offset=offset
             )  # fmt: skip
             settled.entries.append((slot, entry))
-        cursor = 0
-        runs = [(index, 1) for index in plan.decodes] + list(plan.chunks)
-        runs += [(start.slot, 0) for start in plan.starts if start.parent >= 0]
-        for index, count in runs:
-            slot = self._slot(index)
+        places = iter(range(len(sampled.tokens)))
+        for slot, samples, staged in step.runs:
+            if not samples:
+                continue  # a chunk that does not reach the end samples nothing
+            place = next(places, -1) if staged else -1
+            if staged:
+                slot.pending -= 1
             if slot.ended:
                 settled.tokens.append(-1)
-                continue
-            slot.computed += count
-            if slot.computed < len(slot.tokens):
-                continue  # a chunk that does not reach the end samples nothing
-            if slot.sampling.beam_width:
+            elif place < 0:
+                raise PlanError(f"{len(sampled.tokens)} tokens sampled, more expected")
+            elif slot.sampling.beam_width:
                 settled.tokens.append(-2)
-                settled.candidates.append((index, *sampled.candidates[cursor]))
+                settled.candidates.append((slot.index, *sampled.candidates[place]))
             else:
-                self._take(slot, sampled, cursor, settled)
-            cursor += 1
-        if cursor != len(sampled.tokens):
-            raise PlanError(f"{len(sampled.tokens)} tokens sampled, {cursor} expected")
+                self._take(slot, sampled, place, settled)
+        if (left := sum(1 for _ in places)) > 0:
+            raise PlanError(f"{len(sampled.tokens)} tokens sampled, {left} too many")
         return settled
 
     def _take(self, slot: Slot, sampled: Sampled, cursor: int, settled: Settled) -> None:
@@ -247,14 +273,24 @@ class Batch:
         except KeyError:
             raise PlanError(f"slot {index} is empty") from None
 
+    def _advance(self, rows: list[Row], forks: list[tuple[Row, Slot]]) -> None:
+        """What is known without the tokens."""
+        for row in rows:
+            if not row.padding:
+                row.slot.computed += row.count
+                row.slot.pending += row.sample
+        for _, slot in forks:
+            slot.pending += 1
+
     def _row(self, slot: Slot, count: int) -> Row:
         start = slot.computed
         stop = start + count
-        if count < 1 or stop > len(slot.tokens):
-            raise PlanError(f"slot {slot.index}: {count} tokens from {start}, the sequence has {len(slot.tokens)}")
+        length = len(slot.tokens) + slot.pending
+        if count < 1 or stop > length:
+            raise PlanError(f"slot {slot.index}: {count} tokens from {start}, the sequence has {length}")
         if stop > slot.num_pages * self.block_size:
             raise PlanError(f"slot {slot.index}: {stop} tokens do not fit in {slot.num_pages} pages")
-        return Row(slot, start, count, sample=stop == len(slot.tokens))
+        return Row(slot, start, count, sample=stop == length)
 
     def _start(self, start: SlotStart) -> None:
         current = self.slots.get(start.slot)
@@ -302,6 +338,7 @@ class Batch:
         if not (0 <= place < slot.num_pages and SCRATCH_PAGE < page <= self.num_blocks):
             raise PlanError(f"slot {slot.index}: page {page} for place {place} of {slot.num_pages}")
         self.tables[slot.index, place] = page
+        self._has_changed(slot.index, place)
 
     def _append_pages(self, slot: Slot, pages: list[int]) -> None:
         end = slot.num_pages + len(pages)
@@ -310,4 +347,8 @@ class Batch:
         if not all(SCRATCH_PAGE < page <= self.num_blocks for page in pages):
             raise PlanError(f"slot {slot.index}: a page outside 1..{self.num_blocks}")
         self.tables[slot.index, slot.num_pages : end] = pages
+        self._has_changed(slot.index, slot.num_pages)
         slot.num_pages = end
+
+    def _has_changed(self, index: int, place: int) -> None:
+        self.changed[index] = min(place, self.changed.get(index, place))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 from shared.messages import Capacity
 from worker.batch import Batch, Sampled, Step
@@ -25,3 +26,55 @@ class Runner(Protocol):
         model fault; the batch is then lost.
         """
         ...
+
+
+class Flight(Protocol):
+    """A step that a device is working on. Everything raises on a model fault; the batch is then lost."""
+
+    needs_earlier: bool  # choosing its tokens looks at those of the step before: that one must be settled first
+    swap_us: int  # spent on swaps; known once it is done
+
+    def choose(self) -> None:
+        """Have the tokens sampled. Once, before the next step is launched."""
+        ...
+
+    def done(self) -> bool:
+        """Whether :meth:`result` returns at once."""
+        ...
+
+    def result(self) -> Sampled:
+        """Wait for the step and say what it has sampled. Steps end in the order in which they were launched."""
+        ...
+
+    def busy_us(self) -> int | None:
+        """How long the device worked on it, if it keeps such a clock; to be asked after :meth:`result`."""
+        ...
+
+
+@runtime_checkable
+class PipelinedRunner(Protocol):
+    """A :class:`Runner` whose steps overlap: the next one may be launched before the last one's tokens are here."""
+
+    def launch(self, batch: Batch, step: Step) -> Flight:
+        """:meth:`Runner.forward` up to where the logits are wanted: returns while the device works."""
+        ...
+
+
+@dataclass(slots=True)
+class Landed:
+    """The flight of a step that has been run already."""
+
+    sampled: Sampled
+    swap_us: int = 0
+    needs_earlier: bool = False
+
+    def choose(self) -> None: ...
+
+    def done(self) -> bool:
+        return True
+
+    def result(self) -> Sampled:
+        return self.sampled
+
+    def busy_us(self) -> int | None:
+        return None

@@ -54,8 +54,5 @@ def _last_logits(runner: TorchRunner, length: int, chunks: list[int], company: b
         if company:
             rows.insert(0, (1, length // len(chunks)))
         plan = StepPlan(0, "", 0, number, starts=starts if number == 0 else [], chunks=rows)
-        step = batch.stage(plan)
-        logits = runner.logits(batch, step.rows)
-        for row in step.rows:
-            row.slot.computed += row.count
+        logits = runner.logits(batch, batch.stage(plan).rows)
     return logits[-1]

@@ -3,23 +3,38 @@
 It never waits for the bus while a plan is queued: plan k+1 is there before step k ends (run-ahead), and results leave
 through ``deliver``, which must not block. How long it was blocked for want of a plan is measured here: that is the
 idle gap (DESIGN 3).
+
+With a runner whose steps overlap (:class:`~worker.runner.PipelinedRunner`), step k+1 is launched before the tokens of
+step k are fetched, if its plan is there by then; the device goes from one to the next without a host between them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from shared.messages import Reset, StepPlan, StepResult, TokenEntry
-from worker.batch import Batch, Row, Sampled, Slot
+from worker.batch import Batch, Row, Sampled, Settled, Slot, Step
 from worker.page_book import PageBook
-from worker.runner import Runner
+from worker.runner import Flight, Landed, PipelinedRunner, Runner
 
 log = logging.getLogger("headrace.worker")
+
+MOST_IN_FLIGHT = 2
+"""Steps that are launched and not settled. A scheduler plans no further ahead."""
+
+POLL_S = 0.0001
+"""How often a step in flight is asked whether it is done, while the loop waits for a plan: what a result may come late
+by. No device waits for it."""
+
+THREAD = "step-loop"
+"""The name of its thread."""
 
 MOST_CHUNKS = 128
 """Chunks of one prompt that are remembered for its span."""
@@ -41,6 +56,18 @@ class Executed:
     skipped: bool = False  # with ``fault``: it did not run, since an earlier step had failed
 
 
+@dataclass(slots=True)
+class _InFlight:
+    plan: StepPlan
+    step: Step
+    flight: Flight
+    dropped: list[Slot]
+    waited_us: int
+    taken_ns: int  # perf_counter_ns, as all times here but began_ns
+    began_ns: int  # unix
+    launching_us: int = 0  # of the host's work for it, what the device was idle for
+
+
 class StepLoop:
     """``is_current`` is asked before a plan runs (fencing). ``deliver`` gets every executed step, ``answer`` each reset
     that was carried out with what the pages still hold; both on this thread."""
@@ -56,13 +83,14 @@ class StepLoop:
         self._answer = answer
         self._pages = PageBook(batch.block_size, batch.num_blocks)
         self._queue: queue.SimpleQueue[StepPlan | Reset | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="step-loop", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=THREAD, daemon=True)
         self.executing = 0  # step being executed, 0 if none
         self.executing_since_ns = 0
         self.last_step = 0
         self.num_slots = 0  # sequences that have not ended
         self._broken = False  # a step failed: no plan runs until a reset
         self._free_since = 0  # on the clock of perf_counter_ns
+        self._in_flight: deque[_InFlight] = deque()
 
     def start(self) -> None:
         self._thread.start()
@@ -84,11 +112,25 @@ class StepLoop:
 
     def _run(self) -> None:
         self._free_since = time.perf_counter_ns()
-        while (item := self._queue.get()) is not None:
+        while (item := self._next()) is not None:
             self._take(item)
+        self._land_all()
+
+    def _next(self) -> StepPlan | Reset | None:
+        """What comes next from the bus. Meanwhile results leave as soon as they are there."""
+        while self._in_flight:
+            with contextlib.suppress(queue.Empty):
+                return self._queue.get_nowait()
+            if self._in_flight[0].flight.done():
+                self._land()
+                continue
+            with contextlib.suppress(queue.Empty):
+                return self._queue.get(timeout=POLL_S)
+        return self._queue.get()
 
     def _take(self, item: StepPlan | Reset) -> None:
         if isinstance(item, Reset):
+            self._land_all()
             self._batch.clear()
             self.num_slots = 0
             self._broken = False
@@ -96,41 +138,93 @@ class StepLoop:
             return
         if not self._is_current(item):
             return
+        if self._in_flight and self._batch.must_settle(item):
+            self._land_all()
         if self._broken:
-            self._deliver(_failed(item, "the batch was lost in an earlier step; a reset must come first", skipped=True))
+            self._skip(item)
             return
-        waited_us = (time.perf_counter_ns() - self._free_since) // 1000
-        self._deliver(self._execute(item, waited_us))
-        self._free_since = time.perf_counter_ns()
+        self._launch(item)
+        if not isinstance(self._runner, PipelinedRunner):
+            self._land_all()
+        while len(self._in_flight) >= MOST_IN_FLIGHT:
+            self._land()
 
-    def _execute(self, plan: StepPlan, waited_us: int) -> Executed:
-        self.executing_since_ns = time.monotonic_ns()
-        self.executing = plan.step
-        started = time.perf_counter_ns()
+    def _launch(self, plan: StepPlan) -> None:
+        now = time.perf_counter_ns()
+        idle = not self._in_flight
+        if idle:
+            self.executing_since_ns = time.monotonic_ns()
+            self.executing = plan.step
         batch = self._batch
-        began_ns = time.time_ns()
         slots = batch.slots
-        dropped = [slots[index] for index in plan.drops if index in slots and not slots[index].ended]
+        dropped = [slots[index] for index in plan.drops if index in slots]
+        began_ns = time.time_ns()
         try:
             self._pages.begin(plan)
             step = batch.stage(plan)
             for row in step.rows:
                 if not row.slot.first_row_ns:
                     row.slot.first_row_ns = began_ns
-            moves = step.copies or step.swap_outs or step.swap_ins
-            sampled = self._runner.forward(batch, step) if step.rows or moves else Sampled([])
-            settled = batch.settle(plan, sampled)
-            self._pages.end(plan)
-        except Exception as error:  # any fault of the model or the plan loses this batch, not the process
-            log.exception("step %d failed", plan.step)
-            batch.clear()
-            self.executing = self.num_slots = 0
-            self._broken = True
-            return _failed(plan, f"{type(error).__name__}: {error}")
+            flight = self._fly(step)
+            if flight.needs_earlier:
+                self._land_all()
+            if self._broken:  # by the step that it had to wait for
+                self._skip(plan)
+                return
+            flight.choose()
+        except Exception as error:  # noqa: BLE001  any fault of model or plan loses this batch, not the process
+            self._land_all()  # what was launched before it is whole
+            if self._broken:
+                self._skip(plan)
+            else:
+                self._lose(plan, error)
+            return
+        waited_us = (now - self._free_since) // 1000 if idle else 0
+        launching_us = (time.perf_counter_ns() - now) // 1000 if idle else 0
+        self._in_flight.append(_InFlight(plan, step, flight, dropped, waited_us, now, began_ns, launching_us))
+
+    def _fly(self, step: Step) -> Flight:
+        runner = self._runner
+        if not (step.rows or step.copies or step.swap_outs or step.swap_ins):
+            return Landed(Sampled([]))
+        if isinstance(runner, PipelinedRunner):
+            return runner.launch(self._batch, step)
+        return Landed(runner.forward(self._batch, step), runner.swap_us)
+
+    def _land_all(self) -> None:
+        while self._in_flight:
+            self._land()
+
+    def _land(self) -> None:
+        """Settle the oldest step in flight and deliver it, waiting for it if need be."""
+        landing = self._in_flight.popleft()
+        plan = landing.plan
+        try:
+            sampled = landing.flight.result()
+            settled = self._batch.settle(landing.step, sampled)
+        except Exception as error:  # noqa: BLE001  as above
+            lost, self._in_flight = self._in_flight, deque()
+            self._lose(plan, error)
+            for later in lost:
+                with contextlib.suppress(Exception):
+                    later.flight.result()  # what it uses is free once the device has done with it
+                self._skip(later.plan)
+            return
+        self._pages.end(plan)
+        for later in self._in_flight:  # it was staged before this one's pages were trusted
+            self._pages.begin(later.plan)
+        ended = time.perf_counter_ns()
+        self._deliver(self._executed(landing, settled, ended))
+        self._free_since = time.perf_counter_ns()
+
+    def _executed(self, landing: _InFlight, settled: Settled, ended: int) -> Executed:
+        plan, step = landing.plan, landing.step
         ended_ns = time.time_ns()
-        for index, tokens in plan.chunks:
-            if slots[index].traced and len(slots[index].chunks) < MOST_CHUNKS:
-                slots[index].chunks.append((ended_ns, plan.step, tokens))
+        chunks = dict(plan.chunks)
+        for row in step.rows:
+            slot = row.slot
+            if slot.traced and slot.index in chunks and not row.padding and len(slot.chunks) < MOST_CHUNKS:
+                slot.chunks.append((ended_ns, plan.step, row.count))
         grouped: dict[str, list[TokenEntry]] = {}
         finished: list[Slot] = []
         for slot, entry in settled.entries:
@@ -140,8 +234,13 @@ class StepLoop:
             if entry.end:
                 finished.append(slot)
         self.last_step = plan.step
-        self.executing = 0
-        self.num_slots = sum(not slot.ended for slot in batch.slots.values())
+        self.executing = self._in_flight[0].plan.step if self._in_flight else 0
+        self.executing_since_ns = time.monotonic_ns()
+        self.num_slots = sum(not slot.ended for slot in self._batch.slots.values())
+        began = max(landing.taken_ns, self._free_since)  # it waited for the step before it
+        busy_us = landing.flight.busy_us()
+        busy_us = (ended - began) // 1000 if busy_us is None else busy_us + landing.launching_us
+        moves = step.swap_outs or step.swap_ins or step.copies
         result = StepResult(
             epoch=plan.epoch,
             worker=plan.worker,
@@ -149,16 +248,31 @@ class StepLoop:
             step=plan.step,
             tokens=settled.tokens,
             ended=settled.ended,
-            forward_us=(time.perf_counter_ns() - started) // 1000,
-            gap_us=waited_us if plan.backlog else 0,
+            forward_us=busy_us,
+            gap_us=landing.waited_us if plan.backlog else 0,
             rows=step.num_tokens,
             padding_rows=sum(rows for _, rows in plan.padding),
             kv_bytes_copied=self._runner.kv_bytes_copied,
-            wait_us=waited_us,
+            wait_us=landing.waited_us,
             candidates=settled.candidates,
-            swap_us=self._runner.swap_us if moves else 0,
+            swap_us=landing.flight.swap_us if moves else 0,
         )
+        dropped = [slot for slot in landing.dropped if not slot.ended]  # one may have ended in the step before
+        began_ns = landing.began_ns + began - landing.taken_ns
         return Executed(plan, result, grouped, finished, dropped, step.rows, began_ns)
+
+    def _lose(self, plan: StepPlan, error: Exception) -> None:
+        """A step failed: the batch is gone, and no plan runs until a reset."""
+        log.error("step %d failed", plan.step, exc_info=error)
+        self._batch.clear()
+        self.executing = self.num_slots = 0
+        self._broken = True
+        self._deliver(_failed(plan, f"{type(error).__name__}: {error}"))
+        self._free_since = time.perf_counter_ns()
+
+    def _skip(self, plan: StepPlan) -> None:
+        self.executing = 0
+        self._deliver(_failed(plan, "the batch was lost in an earlier step; a reset must come first", skipped=True))
 
 
 def _failed(plan: StepPlan, reason: str, skipped: bool = False) -> Executed:

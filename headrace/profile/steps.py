@@ -90,7 +90,7 @@ class Steps:
         forward = time.perf_counter()
         sampled = self.runner.forward(self._batch, step)
         forwarded = time.perf_counter()
-        settled = self._batch.settle(plan, sampled)
+        settled = self._batch.settle(step, sampled)
         result = StepResult(plan.epoch, plan.worker, plan.incarnation, plan.step, settled.tokens, settled.ended)
         entries = [entry for _, entry in settled.entries]
         encoding = time.perf_counter()

@@ -29,7 +29,7 @@ from worker import service as worker_service
 from worker.metrics import WorkerMetrics
 from worker.service import WorkerService
 from worker.simulated import SimulatedRunner
-from worker.step_loop import StepLoop
+from worker.step_loop import Executed, StepLoop
 
 if TYPE_CHECKING:
     from simulated_clients import Client
@@ -249,9 +249,9 @@ class VirtualStepLoop(StepLoop):
             one()
         self._next()
 
-    def _execute(self, plan: StepPlan, waited_us: int) -> Any:
-        executed = super()._execute(plan, waited_us)
-        self.mesh.executed(self.node, plan, [row.slot.request_id for row in executed.rows])
+    def _executed(self, landing: Any, settled: Any, ended: int) -> Executed:
+        executed = super()._executed(landing, settled, ended)
+        self.mesh.executed(self.node, executed.plan, [row.slot.request_id for row in executed.rows])
         return executed
 
 

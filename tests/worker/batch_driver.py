@@ -79,8 +79,8 @@ class BatchDriver:
         plan = StepPlan(0, "worker", 0, self.steps, drops=self._drops, starts=self._starts, pages=pages,
                         decodes=decodes, chunks=chunks, copies=copies or [], padding=padding or [])  # fmt: skip
         self._starts, self._drops = [], []
-        sampled = self.runner.forward(self.batch, self.batch.stage(plan))
-        settled = self.batch.settle(plan, sampled)
+        step = self.batch.stage(plan)
+        settled = self.batch.settle(step, self.runner.forward(self.batch, step))
         results, ended = settled.tokens, settled.ended
         for owner, entry in settled.entries:
             self._keep(owner.index, entry)

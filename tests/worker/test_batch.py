@@ -29,10 +29,10 @@ def test_a_chunk_that_does_not_reach_the_end_samples_nothing() -> None:
     first = plan(starts=[start(0)], chunks=[(0, 3)])
     step = made.stage(first)
     assert [(row.start, row.count, row.sample) for row in step.rows] == [(0, 3, False)]
-    assert made.settle(first, Sampled([])) == Settled()
-    last = plan(chunks=[(0, 2)])
-    assert made.stage(last).rows[0].sample
-    settled = made.settle(last, Sampled([42]))
+    assert made.settle(step, Sampled([])) == Settled()
+    step = made.stage(plan(chunks=[(0, 2)]))
+    assert step.rows[0].sample
+    settled = made.settle(step, Sampled([42]))
     entries = settled.entries
     assert settled.tokens == [42] and not settled.ended and entries[0][1].offset == 0 and entries[0][1].tokens == [42]
 
@@ -40,13 +40,13 @@ def test_a_chunk_that_does_not_reach_the_end_samples_nothing() -> None:
 def test_rows_after_the_end_are_skipped_and_answered_with_minus_one() -> None:
     made = batch()
     first = plan(starts=[start(0)], chunks=[(0, 5)])
-    made.stage(first)
-    settled = made.settle(first, Sampled([9]))
+    settled = made.settle(made.stage(first), Sampled([9]))
     entries = settled.entries
     assert settled.ended == [(0, "stop")] and entries[0][1].end == "stop" and entries[0][1].count == 1
     ahead = plan(decodes=[0])
-    assert not made.stage(ahead).rows
-    assert made.settle(ahead, Sampled([])) == Settled(tokens=[-1])
+    step = made.stage(ahead)
+    assert not step.rows
+    assert made.settle(step, Sampled([])) == Settled(tokens=[-1])
 
 
 @pytest.mark.parametrize(
@@ -65,8 +65,7 @@ def test_how_a_sequence_ends(sampling: dict[str, object], samples: list[int], wa
     made = batch()
     for index, token in enumerate(samples):
         current = plan(starts=[start(0, **sampling)], chunks=[(0, 5)]) if index == 0 else plan(decodes=[0])  # type: ignore[arg-type]
-        made.stage(current)
-        settled = made.settle(current, Sampled([token]))
+        settled = made.settle(made.stage(current), Sampled([token]))
         assert bool(settled.ended) == (index == len(samples) - 1)
     assert made.slots[0].ended == want
 
@@ -75,8 +74,7 @@ def test_a_resumed_sequence_counts_its_offsets_from_its_prompt() -> None:
     made = batch()
     resumed = SlotStart(0, "r", 1, 0, "g", pack_tokens([1, 2, 3, 4, 5]), 3, [1, 2], Sampling(1, 4))
     first = plan(starts=[resumed], chunks=[(0, 5)])
-    made.stage(first)
-    entries = made.settle(first, Sampled([8])).entries
+    entries = made.settle(made.stage(first), Sampled([8])).entries
     assert entries[0][1].offset == 2
 
 
@@ -86,26 +84,24 @@ def test_the_first_entry_of_a_choice_says_what_the_cache_held() -> None:
     fork = SlotStart(1, "r", 1, 1, "g", b"", 6, [], Sampling(1, 4), computed=6, parent=0)
     resumed = SlotStart(2, "s", 1, 0, "g", pack_tokens(range(6)), 5, [3, 4], Sampling(1, 4), computed=4)
     first = plan(starts=[hit, fork, resumed], chunks=[(0, 2), (2, 2)])
-    made.stage(first)
-    entries = made.settle(first, Sampled([7, 7, 7])).entries
+    entries = made.settle(made.stage(first), Sampled([7, 7, 7])).entries
     assert [(entry.choice, entry.cached) for _, entry in entries] == [(0, 4), (0, -1), (1, 4)]
     second = plan(decodes=[0])
     made.stage(plan(pages=[(0, [5])]))
-    made.stage(second)
-    assert made.settle(second, Sampled([7])).entries[0][1].cached == -1
+    assert made.settle(made.stage(second), Sampled([7])).entries[0][1].cached == -1
 
 
 def test_a_row_that_fails_ends_its_sequence_alone() -> None:
     made = batch()
     first = plan(starts=[start(0), start(1)], chunks=[(0, 5), (1, 5)])
-    made.stage(first)
-    settled = made.settle(first, Sampled([3, 4], failures={0: "no such grammar"}))
+    settled = made.settle(made.stage(first), Sampled([3, 4], failures={0: "no such grammar"}))
     assert settled.tokens == [0, 4] and settled.ended == [(0, "failed")]
     failed, fine = (entry for _, entry in settled.entries)
     assert (failed.end, failed.count, failed.tokens, failed.reason) == ("failed", 0, [], "no such grammar")
     assert fine.tokens == [4] and not fine.end
     ahead = plan(decodes=[0])
-    assert not made.stage(ahead).rows and made.settle(ahead, Sampled([])).tokens == [-1]
+    step = made.stage(ahead)
+    assert not step.rows and made.settle(step, Sampled([])).tokens == [-1]
 
 
 @pytest.mark.parametrize(
@@ -138,7 +134,6 @@ def test_slots_grow_as_needed_and_keep_their_tables() -> None:
 def test_padding_rows_run_on_ended_slots_too() -> None:
     made = batch()
     first = plan(starts=[start(0)], chunks=[(0, 5)])
-    made.stage(first)
-    made.settle(first, Sampled([9]))
+    made.settle(made.stage(first), Sampled([9]))
     rows = made.stage(plan(padding=[(0, 1)])).rows
     assert rows[0].padding and not rows[0].sample and rows[0].count == 1

@@ -177,13 +177,15 @@ def test_forks_go_their_own_ways_through_the_grammar(runner: TorchRunner) -> Non
         SlotStart(n, "r", 1, n, "g", b"", 17, [], sampling, computed=17, parent=0) for n in range(1, 5)
     ]  # fmt: skip
     plan = StepPlan(0, "w", 0, 1, starts=starts, chunks=[(0, 17)])
-    batch.settle(plan, runner.forward(batch, batch.stage(plan)))
+    step = batch.stage(plan)
+    batch.settle(step, runner.forward(batch, step))
     replaces = [(n, 1, 10 + n) for n in range(1, 5)]
     copies = [(2, 10 + n) for n in range(1, 5)]
     for step in range(2, 5):
         more = {"replaces": replaces, "copies": copies} if step == 2 else {}
         plan = StepPlan(0, "w", 0, step, decodes=list(range(5)), **more)  # type: ignore[arg-type]
-        batch.settle(plan, runner.forward(batch, batch.stage(plan)))
+        step = batch.stage(plan)
+        batch.settle(step, runner.forward(batch, step))
     texts = [TOKENIZER.decode(slot.tokens[17:], skip_special_tokens=True) for slot in batch.slots.values()]
     assert all(re.fullmatch("[a-d]{3}", text) for text in texts) and len(set(texts)) > 1
     assert {slot.ended for slot in batch.slots.values()} == {"stop"}

@@ -112,7 +112,8 @@ def test_forks_carry_their_own_and_the_first_choice_the_prompts(tiny_model: Make
     starts = [SlotStart(0, "r", 1, 1, "g", pack_tokens(prompt), 20, [1, 2], sampling, computed=0)]
     starts += [SlotStart(n, "r", 1, n + 1, "g", b"", 20, [], sampling, computed=20, parent=0) for n in (1, 2)]
     plan = StepPlan(0, "w", 0, 1, starts=starts, chunks=[(0, 20)])
-    settled = batch.settle(plan, runner.forward(batch, batch.stage(plan)))
+    step = batch.stage(plan)
+    settled = batch.settle(step, runner.forward(batch, step))
     prompts = [entry for _, entry in settled.entries if entry.prompt_logprobs]
     rows = [entry for _, entry in settled.entries if entry.tokens]
     assert [(entry.choice, entry.prompt_offset, len(entry.prompt_logprobs)) for entry in prompts] == [(0, 1, 19)]
@@ -177,6 +178,7 @@ def test_a_beams_candidates_are_the_models_though_it_may_not_end_yet(tiny_model:
     prompt = make_prompt(20)
     start = SlotStart(0, "r", 1, 0, "g", pack_tokens(prompt), 20, [1, 2], Sampling(3, 4, beam_width=2, min_tokens=2))
     plan = StepPlan(0, "w", 0, 1, starts=[start], chunks=[(0, 20)])
-    [(_, tokens, log_probs)] = batch.settle(plan, runner.forward(batch, batch.stage(plan))).candidates
+    step = batch.stage(plan)
+    [(_, tokens, log_probs)] = batch.settle(step, runner.forward(batch, step)).candidates
     wanted = reference(folder, prompt)[-1]
     assert min(tokens) >= 150 and log_probs == pytest.approx(wanted[tokens].tolist(), abs=1e-4)

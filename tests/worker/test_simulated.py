@@ -23,7 +23,8 @@ def run(chunk: int, count: int = 5, **how: object) -> list[TokenEntry]:
         plan = StepPlan(0, "w", 0, 1, starts=starts, **({"chunks": [(0, run)]} if left else {"decodes": [0]}))  # type: ignore[arg-type]
         left -= min(left, run)
         starts = []
-        settled = batch.settle(plan, runner.forward(batch, batch.stage(plan)))
+        step = batch.stage(plan)
+        settled = batch.settle(step, runner.forward(batch, step))
         entries += [entry for _, entry in settled.entries]
     return entries
 
