@@ -84,7 +84,8 @@ def source(variant: Variant) -> Any:
     attrs = {
         (index,): [["tt.divisibility", 16]]
         for index, name in enumerate(names)
-        if signature[name].startswith("*") or name in variant.divisible
+        if (signature[name].startswith("*") or name in variant.divisible)
+        and not variant.kernel.params[index].do_not_specialize
     }
     return ASTSource(variant.kernel, signature, {(names.index(k),): v for k, v in variant.constexprs.items()}, attrs)
 

@@ -35,5 +35,5 @@ class Variant:
     max_shared: int = SHARED_BYTES  # bytes of a block, static and dynamic
     max_spills: int = 0  # bytes of a thread, stores and loads together; more than 0 needs a reason beside it
     divisible: frozenset[str] = field(default_factory=frozenset)
-    """Integer arguments that are multiples of 16 (strides, mostly); pointers always are: torch aligns what it
-    allocates, and at run time Triton looks."""
+    """Integer arguments that are multiples of 16 (strides, mostly). Pointers always are, but those that the kernel is
+    not specialised for: torch aligns what it allocates."""
