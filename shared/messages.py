@@ -324,6 +324,7 @@ class Capacity(Message, frozen=True):
     kv_bytes_per_token: int = 0
     host_blocks: int = 0  # KV blocks that fit in host memory set aside for swapping
     grammars: bool = True  # whether Sampling.grammar can be asked for
+    max_batched_tokens: int = 0  # tokens of one step, at most; 0: no limit
 
 
 class WorkerBeat(Message, frozen=True, tag="worker_beat"):

@@ -13,7 +13,7 @@ def max_model_len(capacity: Capacity, limits: Limits) -> int:
     """Longest prompt + output that a worker of this capacity is given, in tokens."""
     if limits.enable_chunked_prefill:
         return capacity.max_model_len
-    return min(capacity.max_model_len, limits.max_num_batched_tokens)  # a prompt runs in one step or never
+    return min(capacity.max_model_len, limits.step_tokens(capacity))  # a prompt runs in one step or never
 
 
 def unfinished(resumed: list[int], sampling: Sampling, eos_token_ids: Sequence[int]) -> list[int]:
@@ -60,8 +60,9 @@ def judge(
     if total > longest:
         asked = f"the prompt has {len(tokens)} tokens and max_tokens is {sampling.max_tokens}"
         return Outcome.TOO_LONG, f"{asked}: {total} is over the limit of {longest} tokens (max_model_len)", []
-    if sampling.beam_width > limits.max_num_seqs:
-        return Outcome.INVALID, f"{sampling.beam_width} beams; the batch holds {limits.max_num_seqs} sequences", []
+    slots = max(limits.batch_slots(capacity) for capacity in capacities)
+    if sampling.beam_width > slots:
+        return Outcome.INVALID, f"{sampling.beam_width} beams; the batch holds {slots} sequences", []
     beams = max(1, sampling.beam_width)
     if not any(
         total <= c.max_model_len and beams * pages_for(total - 1, c.block_size) <= c.num_blocks for c in capacities

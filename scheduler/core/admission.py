@@ -153,7 +153,7 @@ class Admission:
         for sequence in members_waiting:
             if not worker.can_hold(sequence):
                 continue
-            slots = limits.max_num_seqs - worker.occupied
+            slots = limits.batch_slots(worker.capacity) - worker.occupied
             full = draft.plan_is_full(len(sequence.tokens), limits.max_plan_start_bytes)
             placement = worker.place(sequence, len(sequence.tokens))
             growth = members + len(joined)
@@ -258,7 +258,7 @@ class _Pass:
         self._watermark = math.ceil(worker.pool.num_blocks * self._limits.admission_watermark)
         self._projection: Projection | None = None
         self.head: Sequence | None = None
-        self.free_slots = self._limits.max_num_seqs - worker.occupied
+        self.free_slots = self._limits.batch_slots(worker.capacity) - worker.occupied
         self._shadow = 0
         self._spare = 0
         self._reserved = False

@@ -273,7 +273,8 @@ class SchedulerCore(LosingState):
     def _view(self, worker: WorkerState, queue: WaitingQueue, now: int) -> BatchView:
         head = queue.head(now) if self.policy.window_ns else None
         waited = now - head.submitted_ns if head is not None else 0
-        return BatchView(len(worker.running) + len(worker.held), len(queue), waited, self.limits.max_num_seqs)
+        slots = self.limits.batch_slots(worker.capacity)
+        return BatchView(len(worker.running) + len(worker.held), len(queue), waited, slots)
 
     def _defer(self, worker: WorkerState, head: Sequence) -> bool:
         """Leave the sequence to a worker of the same model that runs fewer and has room for it."""

@@ -39,7 +39,7 @@ class HeldBatchPlanner:
         worker.trial = draft.trial = 0  # whoever of the last batch's group is left waits for another turn
         longest = 0
         for head in list(queue.order(now)):
-            if len(worker.running) >= self._limits.max_num_seqs:
+            if len(worker.running) >= self._limits.batch_slots(worker.capacity):
                 break
             if not worker.can_hold(head):
                 continue  # it waits for a larger worker
@@ -82,7 +82,8 @@ class HeldBatchPlanner:
             return
         # Columns that only a cancelled member had are computed for nobody.
         done = max(done, total - max(len(sequence.tokens) for sequence in worker.running))
-        width = min(total - done, self._limits.prefill_chunk_limit, self._limits.max_num_batched_tokens // members)
+        budget = self._limits.step_tokens(worker.capacity)
+        width = min(total - done, self._limits.prefill_chunk_limit, budget // members)
         for sequence in worker.running:
             real = min(width, max(0, done + width - (total - len(sequence.tokens))))
             if real:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from shared.messages import Capacity
+
 _AT_LEAST_ONE = frozenset(
     ("max_num_seqs", "max_num_batched_tokens", "prefill_chunk_limit", "run_ahead", "max_num_queued_reqs",
      "max_plan_start_bytes")
@@ -55,3 +57,11 @@ class Limits:
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) is less than max_num_seqs "
                 f"({self.max_num_seqs}): every running sequence needs one token of the budget"
             )
+
+    def step_tokens(self, capacity: Capacity) -> int:
+        """Token budget of one iteration of such a worker, whose memory may bound it too."""
+        return min(self.max_num_batched_tokens, capacity.max_batched_tokens or self.max_num_batched_tokens)
+
+    def batch_slots(self, capacity: Capacity) -> int:
+        """Sequences in such a worker's batch: each needs one token of the budget."""
+        return min(self.max_num_seqs, self.step_tokens(capacity))

@@ -36,6 +36,7 @@ class ContinuousPlanner:
     ) -> PlanDraft:
         limits = self._limits
         draft = PlanDraft(worker, self._counters)
+        step_tokens = limits.step_tokens(worker.capacity)
         decodes: list[Sequence] = []
         prefills: list[Sequence] = []
         trial = worker.trial
@@ -50,8 +51,8 @@ class ContinuousPlanner:
         if prefills and not limits.enable_chunked_prefill:
             # A whole prompt may need nearly all of the budget: decodes sit out the step rather than starve it.
             need = prefills[0].remaining
-            if need > limits.max_num_batched_tokens - len(decodes):
-                del decodes[max(0, limits.max_num_batched_tokens - need) :]
+            if need > step_tokens - len(decodes):
+                del decodes[max(0, step_tokens - need) :]
         preempted = self._grow(worker, decodes, prefills, draft, now, events)
         if not preempted:
             joined = self._resume(worker, draft, now, events)
@@ -73,7 +74,7 @@ class ContinuousPlanner:
         for sequence in [sequence for sequence in decodes if sequence.children]:
             self._fork_if_done(worker, sequence, queue, draft, now)
         prefills.sort(key=lambda sequence: sequence.seniority)
-        budget = limits.max_num_batched_tokens - len(decodes)
+        budget = step_tokens - len(decodes)
         needs = [sequence.remaining for sequence in prefills]
         if limits.enable_chunked_prefill:
             capped: list[bool] = []
@@ -228,7 +229,7 @@ class ContinuousPlanner:
         for sequence in list(worker.preempted):
             if self._sits_out(worker, sequence):
                 continue
-            if sequence.group is None and worker.occupied >= self._limits.max_num_seqs:
+            if sequence.group is None and worker.occupied >= self._limits.batch_slots(worker.capacity):
                 sequence.waits_for(Lack.SLOTS, "", now)
                 break  # (a beam's slot is kept for it)
             if sequence.status is not Status.PREEMPTED:
@@ -325,7 +326,7 @@ class ContinuousPlanner:
         for child in parent.children:
             room = worker.pool.num_free - len(worker.running) > 0
             room = room and not draft.plan_is_full(0, self._limits.max_plan_start_bytes)
-            if room and worker.occupied < self._limits.max_num_seqs:
+            if room and worker.occupied < self._limits.batch_slots(worker.capacity):
                 child.pages = worker.written(parent)
                 worker.pool.share(child.pages)
                 child.registered = parent.registered

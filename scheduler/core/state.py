@@ -126,7 +126,7 @@ class CoreState:
         for worker in self.workers.values():
             holders = list(worker.sequences())
             worker.pool.check(worker.tables())
-            assert len(worker.running) + len(worker.held) <= self.limits.max_num_seqs
+            assert len(worker.running) + len(worker.held) <= self.limits.batch_slots(worker.capacity)
             assert len(worker.in_flight) <= self.limits.run_ahead
             hosted = [place for sequence in holders for place in sequence.host]
             assert sorted(hosted + worker.free_host) == list(range(worker.capacity.host_blocks))

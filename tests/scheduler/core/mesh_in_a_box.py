@@ -35,8 +35,8 @@ EOS = 5
 MS = 1_000_000
 
 
-def capacity(num_blocks: int = 64, block_size: int = 4, max_model_len: int = 128, host_blocks: int = 0) -> Capacity:
-    return Capacity("m", max_model_len, block_size, num_blocks, VOCAB, [EOS], host_blocks=host_blocks)
+def capacity(num_blocks: int = 64, block_size: int = 4, max_model_len: int = 128, **more: int) -> Capacity:
+    return Capacity("m", max_model_len, block_size, num_blocks, VOCAB, [EOS], **more)
 
 
 def request(
