@@ -1,5 +1,5 @@
-"""Recognising ``transformers`` models that the C++ decoder (:mod:`kernels.cpu.decoder`) can run, and packing their
-weights for it.
+"""Recognising ``transformers`` models of the one shape that is run without their own code, by the C++ decoder
+(:mod:`kernels.cpu.decoder`) or a GPU's (:mod:`worker.device.decoder`), and packing their weights for the former.
 
 A model is told by its parts, not by its name: Llama, Mistral, Qwen2, Qwen3, SmolLM3 and others are made of the same. A
 model that has the parts but puts them together in another way (a scaled residual, another rotary layout) is found out
@@ -30,7 +30,7 @@ Rotations = tuple[torch.Tensor, torch.Tensor]
 
 
 class NotThisShape(Exception):
-    """Why a model is not one that the C++ decoder runs."""
+    """Why a model is not one that a decoder of ours runs."""
 
 
 def _need(condition: bool, reason: str) -> None:
@@ -42,7 +42,8 @@ def _children(module: nn.Module) -> set[str]:
     return {name for name, child in module.named_children() if next(child.parameters(), None) is not None}
 
 
-def _eps(norm: Any) -> float:
+def norm_epsilon(norm: Any) -> float:
+    """Raises NotThisShape for what is no RMS norm with a weight."""
     _need(type(norm).__name__.endswith("RMSNorm"), f"{type(norm).__name__} is no RMS norm")
     eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
     if not isinstance(eps, float) or norm.weight is None:
@@ -54,7 +55,8 @@ def _like(module: nn.Module, dtype: torch.dtype) -> bool:
     return all(weight.dtype == dtype for weight in module.parameters())
 
 
-def _activation(mlp: Any) -> str:
+def activation_of(mlp: Any) -> str:
+    """``silu`` or ``gelu_tanh``. Raises NotThisShape."""
     act = getattr(mlp, "act_fn", None)
     name = type(act).__name__
     if name in ("SiLU", "SiLUActivation"):
@@ -65,9 +67,18 @@ def _activation(mlp: Any) -> str:
 
 
 def check(module: Any, geometry: Geometry, attention: Sequence[LayerAttention], dtype: torch.dtype) -> None:
-    """Raises NotThisShape, with the first part that does not fit."""
+    """Whether the C++ decoder can run it. Raises NotThisShape, with the first part that does not fit."""
     reason = refusal(geometry, dtype, torch.device("cpu"))
     _need(not reason, reason)
+    check_shape(module, geometry, attention, dtype)
+    _need(len({layer.window for layer in attention if layer.window}) <= 1, "windows of several widths")
+    base = module.base_model
+    inner = base.layers[0].mlp.gate_proj.out_features
+    _need(base.embed_tokens.embedding_dim % 16 == 0 and inner % 16 == 0, "widths that are no multiple of 16")
+
+
+def check_shape(module: Any, geometry: Geometry, attention: Sequence[LayerAttention], dtype: torch.dtype) -> None:
+    """Whether a model has the parts of the one shape, whatever the device. Raises NotThisShape, as :func:`check`."""
     base = module.base_model
     _need(_children(module) <= {"model", "lm_head"} and base is not module, "parts beside a decoder and a head")
     _need(_children(base) == {"embed_tokens", "layers", "norm"}, "parts beside an embedding, layers and a norm")
@@ -79,27 +90,25 @@ def check(module: Any, geometry: Geometry, attention: Sequence[LayerAttention], 
     _need(_like(module, dtype), f"weights that are not in {str(dtype).removeprefix('torch.')}")
     _need(len(base.layers) == len(attention), "layers without attention of their own")
     _need(all(layer.softcap is None and layer.sinks is None for layer in attention), "soft caps or sinks")
-    _need(len({layer.window for layer in attention if layer.window}) <= 1, "windows of several widths")
-    eps = _eps(base.norm)
-    hidden = base.embed_tokens.embedding_dim
+    eps = norm_epsilon(base.norm)
     for layer in base.layers:
         _need(_children(layer) == _LAYER, "a layer of other parts")
         parts = _children(layer.self_attn)
         _need(parts in (_ATTENTION, _ATTENTION | _NORMS), "attention of other parts")
         _need(_children(layer.mlp) == _MLP, "an MLP of other parts")
-        _need(_activation(layer.mlp) == _activation(base.layers[0].mlp), "several activations")
+        _need(activation_of(layer.mlp) == activation_of(base.layers[0].mlp), "several activations")
         for norm in (layer.input_layernorm, layer.post_attention_layernorm):
-            _need(_eps(norm) == eps, "norms of several epsilons")
+            _need(norm_epsilon(norm) == eps, "norms of several epsilons")
         for name in parts & _NORMS:
             norm = getattr(layer.self_attn, name)
-            _need(_eps(norm) == eps and norm.weight.shape == (geometry.head_dim,), "norms over more than a head")
+            fits = norm_epsilon(norm) == eps and norm.weight.shape == (geometry.head_dim,)
+            _need(fits, "norms over more than a head")
         inner = base.layers[0].mlp.gate_proj.out_features
-        _need(hidden % 16 == 0 and inner % 16 == 0, "widths that are no multiple of 16")
-        _check_projections(layer, hidden, inner, geometry)
+        _check_projections(layer, base.embed_tokens.embedding_dim, inner, geometry)
 
 
 def _check_projections(layer: Any, hidden: int, inner: int, geometry: Geometry) -> None:
-    """What the C++ decoder takes for granted of a layer's products: wrong, and it would read past their ends."""
+    """What a decoder takes for granted of a layer's products: wrong, and the C++ one would read past their ends."""
     queries, keys = geometry.num_heads * geometry.head_dim, geometry.num_kv_heads * geometry.head_dim
     attention, mlp = layer.self_attn, layer.mlp
     wanted = {
@@ -140,18 +149,18 @@ def pack(library: Library, module: Any, dtype: torch.dtype, quantize: bool = Fal
     layers = []
     inner = base.layers[0].mlp.gate_proj.out_features
     hidden = base.embed_tokens.embedding_dim
-    activation = _activation(base.layers[0].mlp)
+    activation = activation_of(base.layers[0].mlp)
     for layer in base.layers:
         attention, mlp = layer.self_attn, layer.mlp
         projections = [attention.q_proj, attention.k_proj, attention.v_proj]
         halves = [mlp.gate_proj, mlp.up_proj]
         both = interleave(*(half.weight.detach() for half in halves))
-        bias = _biases(halves)
+        bias = biases(halves)
         norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
         qkv = PackedMatrix(
             library,
             torch.cat([p.weight.detach() for p in projections]),
-            _joined(_biases(projections)),
+            joined(biases(projections)),
             quantize,
             memory,
         )
@@ -187,14 +196,15 @@ def pack(library: Library, module: Any, dtype: torch.dtype, quantize: bool = Fal
         head=packed_head,
         hidden=hidden,
         inner=inner,
-        eps=_eps(base.norm),
+        eps=norm_epsilon(base.norm),
         activation=activation,
         dtype=dtype,
         vocab_size=base.embed_tokens.num_embeddings,
     )
 
 
-def _biases(linears: Sequence[nn.Linear]) -> list[torch.Tensor] | None:
+def biases(linears: Sequence[nn.Linear]) -> list[torch.Tensor] | None:
+    """Those of all, zeros where one has none; None if none has any."""
     if all(linear.bias is None for linear in linears):
         return None
     return [
@@ -203,13 +213,14 @@ def _biases(linears: Sequence[nn.Linear]) -> list[torch.Tensor] | None:
     ]
 
 
-def _joined(parts: list[torch.Tensor] | None) -> torch.Tensor | None:
+def joined(parts: list[torch.Tensor] | None) -> torch.Tensor | None:
+    """In one tensor."""
     return None if parts is None else torch.cat(parts)
 
 
 def rotations(rotary: Any, positions: torch.Tensor, dtype: torch.dtype) -> Rotations:
     """Those of ``positions`` ``[n]``, as the model itself computes them. Raises NotThisShape."""
-    x = torch.empty((1, 1, 1), dtype=dtype)
+    x = torch.empty((1, 1, 1), dtype=dtype, device=positions.device)
     with torch.inference_mode():
         cos, sin = rotary(x, positions[None])
     half = cos.shape[-1] // 2

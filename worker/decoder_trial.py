@@ -1,4 +1,4 @@
-"""Does the C++ decoder say the same as the model that it has the weights of?
+"""Does a decoder (the C++ one, or a GPU's) say the same as the model that it has the weights of?
 
 A model that has the decoder's parts may still put them together in another way: a scaled residual, another rotary
 layout, queries that are scaled by their position. So two passes are compared before a model is served:
@@ -44,9 +44,8 @@ def check_cutting(
     layers = kinds_of_layers(module, attention)
     small = cutting(module, layers)
     attention = [attention[index] for index in layers]
-    _, apart = packed(library, small, geometry, attention, torch.float32, False, trial_positions(limit))
-    if not apart < CUTTING_TOLERANCE:
-        raise NotThisShape(_apart(apart))
+    _, differs = packed(library, small, geometry, attention, torch.float32, False, trial_positions(limit))
+    refuse_if_apart(differs, CUTTING_TOLERANCE, "the C++ decoder")
 
 
 def checked_weights(
@@ -60,9 +59,8 @@ def checked_weights(
 ) -> DecoderWeights:
     """The packed weights of the whole model, once passes of it agree too. Raises NotThisShape if they don't; the
     module has no weights of its own then."""
-    weights, apart = packed(library, module, geometry, attention, dtype, quantize, trial_positions(limit))
-    if not apart < tolerance(dtype):
-        raise NotThisShape(_apart(apart))
+    weights, differs = packed(library, module, geometry, attention, dtype, quantize, trial_positions(limit))
+    refuse_if_apart(differs, tolerance(dtype), "the C++ decoder")
     return weights
 
 
@@ -103,7 +101,7 @@ def _plain(value: object) -> bool:
 def cutting(module: Any, layers: Sequence[int]) -> Any:
     """A copy in float32 with these layers only, and a vocabulary of the trial's tokens."""
     base, head = module.base_model, module.get_output_embeddings()
-    tokens = _trial_tokens(base.embed_tokens.num_embeddings)
+    tokens = trial_tokens(base.embed_tokens.num_embeddings)
     embedding = nn.Embedding(TRIAL_TOKENS, base.embed_tokens.embedding_dim, _weight=base.embed_tokens.weight[tokens])
     small_head = nn.Linear(1, 1, bias=False)
     small_head.weight = nn.Parameter(head.weight[tokens], requires_grad=False)
@@ -122,7 +120,8 @@ def trial_positions(limit: int | None) -> torch.Tensor:
     return place
 
 
-def _trial_tokens(vocab_size: int) -> torch.Tensor:
+def trial_tokens(vocab_size: int) -> torch.Tensor:
+    """``[TRIAL_TOKENS]``, all over the vocabulary."""
     return (7 + 97 * torch.arange(TRIAL_TOKENS)) % vocab_size
 
 
@@ -132,7 +131,7 @@ def _dense_attention(
     """Answers attention calls of one sequence, shorter than any window that matters here, with torch's own."""
     group = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
-    place = torch.arange(query.shape[2])
+    place = torch.arange(query.shape[2], device=query.device)
     seen = place[None, :] <= place[:, None]
     if given.get("sliding_window"):
         seen &= place[None, :] > place[:, None] - given["sliding_window"]
@@ -141,8 +140,9 @@ def _dense_attention(
 
 
 def trial_logits(module: Any, positions: torch.Tensor) -> torch.Tensor:
-    """``[TRIAL_TOKENS, vocabulary]``: what the module itself makes of the trial's tokens at ``positions``."""
-    tokens = _trial_tokens(module.get_input_embeddings().num_embeddings)
+    """``[TRIAL_TOKENS, vocabulary]``: what the module itself makes of the trial's tokens at ``positions``, which are
+    where it is."""
+    tokens = trial_tokens(module.get_input_embeddings().num_embeddings).to(positions.device)
     with torch.inference_mode(), answering(_dense_attention):
         return module(input_ids=tokens[None], position_ids=positions[None], use_cache=False).logits[0]  # type: ignore[no-any-return]
 
@@ -155,29 +155,34 @@ def difference(
     rotations: Rotations,
     wanted: torch.Tensor,
 ) -> float:
-    """How far the C++ decoder's logits are from ``wanted``: the norm of what differs over the norm of their spread.
-
-    ``rotations`` are those of the trial's positions.
-    """
+    """:func:`apart` of the C++ decoder's logits from ``wanted``; ``rotations`` are those of the trial's positions."""
     kernel = CpuAttention(library, geometry, weights.dtype)
     pages = -(-TRIAL_TOKENS // geometry.block_size)
     caches = [kernel.allocate(pages + 1) for _ in attention]
     runner = CpuDecoder(library, weights, geometry, attention, caches, *rotations)
-    tokens = _trial_tokens(weights.vocab_size).numpy()
+    tokens = trial_tokens(weights.vocab_size).numpy()
     place = np.arange(TRIAL_TOKENS, dtype=np.int64)
     table = np.arange(1, pages + 1, dtype=np.int32)[None]
     batch = RaggedBatch(np.array([0, TRIAL_TOKENS]), place + 1, table, place + geometry.block_size)
-    got, want = runner.forward(tokens, place, batch, place).double(), wanted.double()[:, : weights.vocab_size]
+    return apart(runner.forward(tokens, place, batch, place), wanted)
+
+
+def apart(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    """How far logits are from ``wanted``: the norm of what differs over the norm of their spread."""
+    got, want = got.double(), wanted.double()[:, : got.shape[1]]
     spread = want - want.mean(dim=-1, keepdim=True)
     return float((got - want).norm() / spread.norm().clamp_min(1e-30))
 
 
 def tolerance(dtype: torch.dtype) -> float:
-    """What the whole model's :func:`difference` stays below. Measured: float32 1e-6 to 3e-5, bfloat16 up to 5 %."""
-    return 0.3 if dtype == torch.bfloat16 else 1e-3
+    """What the whole model's :func:`difference` stays below. Measured: float32 1e-6 to 3e-5, bfloat16 up to 5 %;
+    float16 rounds an eighth of what bfloat16 does."""
+    return {torch.bfloat16: 0.3, torch.float16: 0.05}.get(dtype, 1e-3)
 
 
-def _apart(difference: float) -> str:
-    if math.isnan(difference) or math.isinf(difference):
-        return "its own logits, or the C++ decoder's, are not finite: are its weights?"
-    return f"the C++ decoder's logits differ from its own by {difference:.2%}"
+def refuse_if_apart(differs: float, tolerance: float, whose: str) -> None:
+    """Raises NotThisShape, with the reason, unless ``differs`` is below ``tolerance``."""
+    if math.isnan(differs) or math.isinf(differs):
+        raise NotThisShape(f"its own logits, or {whose}'s, are not finite: are its weights?")
+    if not differs < tolerance:
+        raise NotThisShape(f"{whose}'s logits differ from its own by {differs:.2%}")

@@ -21,6 +21,8 @@ from shared.lifecycle import StartupError
 from worker import attention, decoder, decoder_trial, experts
 from worker.admissible import TrialPass, check_config, rope_limit
 from worker.linear import MIN_ROWS, can_pack, pack_linears
+from worker.parallel.ranks import mine
+from worker.parallel.sharding import divide, take_part
 from worker.row_widths import RowWidths
 
 log = logging.getLogger("headrace.worker.model")
@@ -104,10 +106,10 @@ def load_model(
     attention.register()
     experts.register()
     target = device_of(device)
-    config = _config(model)
+    config = read_config(model)
     check_config(model, config)
-    kind = _dtype(dtype, target, library)
-    module = _weights(model, config, kind)
+    kind = dtype_of(dtype, target, library)
+    module = read_weights(model, config, kind)
     module.to(target)
     module.eval().requires_grad_(False)
     start_up.ended("weights")
@@ -117,12 +119,12 @@ def load_model(
     if reason and can_pack(kind, target):
         pack_linears(module)
         experts.pack_experts(module)
-    trial, widths = tried if tried is not None and not reason else _trial(model, module, target)
+    trial, widths = tried if tried is not None and not reason else run_trial(model, module, target)
     vocab_size = module.get_input_embeddings().weight.shape[0]
-    logits_width = module.get_output_embeddings().out_features
+    logits_width: int = config.get_text_config().vocab_size
     heads, kv_heads, head_dim = next(iter(trial.shapes))
-    limit = _positions(config)
-    eos_token_ids = _eos_token_ids(module)
+    limit = most_positions(config)
+    eos_token_ids = end_tokens(module)
     native = None
     if not reason and library is not None:
         native, reason = _native(
@@ -161,17 +163,19 @@ def _not_native(
         return "there is no library", None
     if device.type != "cpu":
         return f"it runs on {device.type}", None
-    tried = trial, _ = _trial(model, module, device)
+    if mine() is not None:
+        return "it is divided over ranks", None
+    tried = trial, _ = run_trial(model, module, device)
     try:
         geometry = Geometry(*next(iter(trial.shapes)), block_size)
         decoder.check(module, geometry, trial.layers, dtype)
-        decoder_trial.check_cutting(library, module, geometry, trial.layers, _positions(module.config))
+        decoder_trial.check_cutting(library, module, geometry, trial.layers, most_positions(module.config))
     except decoder.NotThisShape as shape:
         return str(shape), tried
     return "", tried
 
 
-def _positions(config: Any) -> int | None:
+def most_positions(config: Any) -> int | None:
     """The longest sequence that the model itself allows, if it says."""
     return min(filter(None, (getattr(config, "max_position_embeddings", None), rope_limit(config))), default=None)
 
@@ -211,7 +215,8 @@ def device_of(device: str) -> torch.device:
     return target
 
 
-def _config(model: str) -> PreTrainedConfig:
+def read_config(model: str) -> PreTrainedConfig:
+    """A model's config. Raises StartupError."""
     if not Path(model).exists() and (model.startswith((".", "/", "~")) or model.count("/") > 1):
         raise StartupError(f"model folder {model!r} does not exist")
     if Path(model).is_file():
@@ -223,7 +228,8 @@ def _config(model: str) -> PreTrainedConfig:
     return config
 
 
-def _dtype(dtype: str, device: torch.device, library: Library | None) -> torch.dtype:
+def dtype_of(dtype: str, device: torch.device, library: Library | None) -> torch.dtype:
+    """The type that ``auto`` or a name in ``DTYPES`` means. Raises StartupError."""
     if dtype != "auto":
         if dtype not in DTYPES:
             raise StartupError(f"dtype {dtype!r} is none of auto, {', '.join(DTYPES)}")
@@ -232,7 +238,14 @@ def _dtype(dtype: str, device: torch.device, library: Library | None) -> torch.d
     return torch.bfloat16 if quick else torch.float32
 
 
-def _weights(model: str, config: PreTrainedConfig, dtype: torch.dtype) -> Any:
+def read_weights(model: str, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device | None = None) -> Any:
+    """The model with its weights, on the CPU or straight on ``device``; a rank's part of it, where it is divided.
+
+    Raises StartupError.
+    """
+    ranks = mine()
+    division = None if ranks is None else divide(model, config, ranks.size)
+    where = division.load_arguments() if division is not None else {"device_map": device and {"": device}}
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             model,
@@ -243,6 +256,7 @@ def _weights(model: str, config: PreTrainedConfig, dtype: torch.dtype) -> Any:
             attn_implementation=attention.ATTENTION_NAME,
             experts_implementation=experts.EXPERTS_NAME,
             output_loading_info=True,
+            **where,
         )
     except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
         raise StartupError(f"model {model!r} can't be loaded: {_one_line(error)}") from None
@@ -251,10 +265,14 @@ def _weights(model: str, config: PreTrainedConfig, dtype: torch.dtype) -> Any:
     if missing or report["mismatched_keys"]:
         what = missing[0] if missing else next(iter(report["mismatched_keys"]))
         raise StartupError(f"model {model!r} lacks weights that its config asks for, e.g. {what}")
+    if ranks is not None and division is not None:
+        take_part(module, division, ranks)
     return module
 
 
-def _trial(model: str, module: Any, device: torch.device) -> tuple[TrialPass, set[int]]:
+def run_trial(model: str, module: Any, device: torch.device) -> tuple[TrialPass, set[int]]:
+    """What a pass of the model asks of attention, and its row widths (see :mod:`worker.row_widths`). Raises
+    StartupError for a model that can't be served."""
     if "logits_to_keep" not in inspect.signature(module.forward).parameters:
         raise StartupError(f"model {model!r} ({module.config.model_type}) can't be served: "
                            "its forward pass can't leave logits out (logits_to_keep)")  # fmt: skip
@@ -273,7 +291,7 @@ def _trial(model: str, module: Any, device: torch.device) -> tuple[TrialPass, se
     return trial, seen.widths
 
 
-def _eos_token_ids(module: Any) -> list[int]:
+def end_tokens(module: Any) -> list[int]:
     """What ends a generation: the generation config's word, else the config's."""
     for source in (module.generation_config, module.config):
         ids = getattr(source, "eos_token_id", None)

@@ -18,7 +18,7 @@ from shared.lifecycle import StartupError
 from worker import attention, decoder_trial, experts
 from worker.decoder import NotThisShape, check
 from worker.decoder_trial import TRIAL_TOKENS, check_cutting, checked_weights, kinds_of_layers, trial_positions
-from worker.model import _config, _trial, _weights
+from worker.model import read_config, read_weights, run_trial
 from worker.self_check import rows_keep_their_bits
 from worker.torch_runner import TorchRunner
 
@@ -35,8 +35,8 @@ class Loaded:
     def __init__(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:
         attention.register()
         experts.register()
-        self.module: Any = _weights(str(folder), _config(str(folder)), dtype).eval().requires_grad_(False)
-        trial, _ = _trial(str(folder), self.module, CPU)
+        self.module: Any = read_weights(str(folder), read_config(str(folder)), dtype).eval().requires_grad_(False)
+        trial, _ = run_trial(str(folder), self.module, CPU)
         self.layers = trial.layers
         self.geometry = Geometry(*next(iter(trial.shapes)), 16)
         self.dtype = dtype
