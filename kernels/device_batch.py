@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from kernels.contract import DeviceBatch, RaggedBatch
@@ -10,13 +13,9 @@ from kernels.contract import DeviceBatch, RaggedBatch
 
 def on_device(batch: RaggedBatch, device: torch.device) -> DeviceBatch:
     """Nothing waits for the copy. A GPU's goes through pinned memory, which torch keeps until the copy is done."""
-    parts = (batch.query_start, batch.visible, batch.block_tables.ravel())
-    sizes = [len(part) for part in parts]
-    packed = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=device.type == "cuda")
-    np.concatenate(parts, out=packed.numpy(), casting="same_kind")
+    query_start, visible, tables = upload([batch.query_start, batch.visible, batch.block_tables.ravel()], device)
     slots = torch.empty(batch.num_tokens, dtype=torch.int64, pin_memory=device.type == "cuda")
     slots.numpy()[:] = batch.write_slots
-    query_start, visible, tables = torch.split(packed.to(device, non_blocking=True), sizes)
     return DeviceBatch(
         query_start=query_start,
         visible=visible,
@@ -26,3 +25,11 @@ def on_device(batch: RaggedBatch, device: torch.device) -> DeviceBatch:
         max_keys=int(batch.visible.max(initial=0)),
         host=batch,
     )
+
+
+def upload(parts: Sequence[npt.NDArray[np.integer]], device: torch.device) -> list[torch.Tensor]:
+    """Flat arrays as int32 tensors, in one copy that nothing waits for."""
+    sizes = [len(part) for part in parts]
+    packed = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=device.type == "cuda")
+    np.concatenate(parts, out=packed.numpy(), casting="same_kind")
+    return list(torch.split(packed.to(device, non_blocking=True), sizes))
