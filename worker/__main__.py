@@ -10,17 +10,16 @@ import os
 import sys
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from prometheus_client import CollectorRegistry
 
-from kernels.cpu import library as cpu_library
 from observability.logs import setup_logging
 from observability.membership import joined
 from observability.startup import start_up
 from shared.config import parse_service
 from shared.ids import new_incarnation, new_process_id
-from shared.lifecycle import StartupError, run
+from shared.lifecycle import run
 from shared.messages import Capacity
 from shared.model_name import model_name
 from worker.config import WorkerConfig
@@ -28,6 +27,11 @@ from worker.metrics import WorkerMetrics
 from worker.runner import Runner
 from worker.service import WorkerService
 from worker.simulated import SimulatedRunner, StepTime
+from worker.step_loop import THREAD as STEP_LOOP
+from worker.torch_import import import_torch
+
+if TYPE_CHECKING:
+    from worker.parallel.followers import Followers
 
 log = logging.getLogger("headrace.worker")
 
@@ -52,49 +56,53 @@ def load_runner(config: WorkerConfig) -> Runner:
             grammars=False,
         )
         return SimulatedRunner(capacity, StepTime(config.simulate_base_us, config.simulate_token_us))
-    try:
-        cpu_library.find()
-    except cpu_library.IsaError as error:
-        raise StartupError(str(error)) from None
-    # Threads of a parallel region spin for a short while only. On cores shared with gateway, NATS and scheduler the
-    # default, to spin for long, makes a step many times slower whenever one thread is descheduled.
-    os.environ.setdefault("GOMP_SPINCOUNT", "2000")
-    import torch  # noqa: F401  only where a model is really run
-
-    start_up.ended("torch")
-    from worker.lean_import import import_transformers
-
-    import_transformers()
+    import_torch()
     from worker.torch_runner import load_torch_runner
 
     start_up.ended("transformers")
     return load_torch_runner(config)
 
 
-def _load_in_background(config: WorkerConfig) -> asyncio.Future[Runner]:
+class Loaded(NamedTuple):
+    runner: Runner
+    followers: Followers | None  # the other ranks, where the model is divided
+
+
+def load(config: WorkerConfig) -> Loaded:
+    """Load the model, over as many ranks as asked. Raises StartupError, or ServiceFault if a rank is lost meanwhile."""
+    if config.tensor_parallel == 1 or config.simulate:
+        return Loaded(load_runner(config), None)
+    import_torch(one_process=False)
+    from worker.parallel.load import load_over_ranks
+
+    start_up.ended("transformers")
+    return Loaded(*load_over_ranks(config, LOADER))
+
+
+def _load_in_background(config: WorkerConfig) -> asyncio.Future[Loaded]:
     """Load on a daemon thread: one that is told to stop meanwhile need not load to the end first."""
     loop = asyncio.get_running_loop()
-    loaded: asyncio.Future[Runner] = loop.create_future()
+    loaded: asyncio.Future[Loaded] = loop.create_future()
 
-    def settle(runner: Runner | None, error: BaseException | None) -> None:
+    def settle(result: Loaded | None, error: BaseException | None) -> None:
         if loaded.done():
             return
-        if runner is not None:
-            loaded.set_result(runner)
+        if result is not None:
+            loaded.set_result(result)
         elif error is not None:
             loaded.set_exception(error)
             loaded.exception()  # seen: if the worker is stopping, nobody asks for it
 
-    def load() -> None:
-        runner, error = None, None
+    def work() -> None:
+        result, error = None, None
         try:
-            runner = load_runner(config)
+            result = load(config)
         except Exception as caught:  # noqa: BLE001  handed over to the event loop, where it ends the service
             error = caught
         with contextlib.suppress(RuntimeError):  # the loop is closed: the worker has stopped
-            loop.call_soon_threadsafe(settle, runner, error)
+            loop.call_soon_threadsafe(settle, result, error)
 
-    threading.Thread(target=load, name=LOADER, daemon=True).start()
+    threading.Thread(target=work, name=LOADER, daemon=True).start()
     return loaded
 
 
@@ -117,8 +125,9 @@ async def serve(config: WorkerConfig, stop: asyncio.Event) -> None:
             if loading.done():
                 gc.collect()
                 gc.freeze()  # what was loaded stays: a full collection need not walk it
-                service.attach(loading.result())
-                log.info("worker %s serves %s", name, loading.result().capacity.model)
+                loaded = loading.result()
+                service.attach(loaded.runner, loaded.followers)
+                log.info("worker %s serves %s", name, loaded.runner.capacity.model)
                 log.info("%s", start_up.line())
             await serving
             stopped.cancel()
@@ -129,14 +138,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     setup_logging("worker", config.log_level)
     start_up.ended("imports")
     code = run(lambda stop: serve(config, stop))
-    _leave_a_loader_behind(code)
+    _leave_threads_behind(code)
     return code
 
 
-def _leave_a_loader_behind(code: int) -> None:
-    """End at once if the loader still runs. The interpreter's own end would stop it inside of torch, whose functions
-    then abort the process."""
-    if any(thread.name == LOADER for thread in threading.enumerate()):
+def _leave_threads_behind(code: int) -> None:
+    """End at once if the loader still runs, or a step that waits for a lost rank. The interpreter's own end would stop
+    it inside of torch, whose functions then abort the process."""
+    if any(thread.name in (LOADER, STEP_LOOP) for thread in threading.enumerate()):
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()

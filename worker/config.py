@@ -25,6 +25,10 @@ class WorkerConfig(MeshConfig):
     quantize: str = option(
         "none", "weights on a CPU: int8 halves what a step reads, and rounds them", choices=("none", "int8")
     )
+    tensor_parallel: int = option(
+        1, "GPUs of this machine that a model is divided over; KV blocks are of the one that has the fewest",
+        check=between(1, 64),
+    )  # fmt: skip
     block_size: int = option(16, "tokens per KV block", check=between(1, 1024))
     max_model_len: int | None = option(
         None, "longest prompt + output, in tokens (default: the model's own limit); clamped to the KV pool",

@@ -11,6 +11,7 @@ import torch
 
 from kernels.contract import AttentionKernel, Geometry, LayerCache
 from shared.lifecycle import StartupError
+from worker.parallel.ranks import mine
 
 log = logging.getLogger("headrace.worker.kv_cache")
 
@@ -84,6 +85,22 @@ def pool_size(
         level = logging.INFO if max_model_len is None else logging.WARNING
         log.log(level, "max-model-len is %d, not %d: the KV cache holds no more", length, wanted)
     return PoolSize(num_blocks, block_size, token_bytes, length)
+
+
+def pool_size_of_all(
+    budget_bytes: int,
+    token_bytes: int,
+    block_size: int,
+    model_limit: int | None,
+    max_model_len: int | None,
+    num_blocks: int | None = None,
+) -> PoolSize:
+    """As :func:`pool_size`; where a model is divided over ranks, as many pages as all of them have."""
+    size = pool_size(budget_bytes, token_bytes, block_size, model_limit, max_model_len, num_blocks)
+    ranks = mine()
+    if ranks is None or (least := ranks.smallest(size.num_blocks)) == size.num_blocks:
+        return size
+    return pool_size(budget_bytes, token_bytes, block_size, model_limit, max_model_len, least)
 
 
 def budget_bytes(device: torch.device, kv_cache_memory: int, gpu_memory_utilization: float) -> int:

@@ -79,14 +79,21 @@ class _RoutedWeight(torch.Tensor):
         return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
 
 
+def with_hooks_of(replaced: nn.Module, replacement: nn.Module) -> nn.Module:
+    """``replacement`` with what is done before and after ``replaced`` (see :mod:`worker.parallel.sharding`)."""
+    replacement._forward_pre_hooks = replaced._forward_pre_hooks
+    replacement._forward_hooks = replaced._forward_hooks
+    return replacement
+
+
 def pack_linears(model: nn.Module) -> None:
     """Replace, in place, every linear layer's weight by its packed form, and those of routers too."""
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if type(child) is nn.Linear:
-                setattr(module, name, PackedLinear(child.weight, child.bias))
+                setattr(module, name, with_hooks_of(child, PackedLinear(child.weight, child.bias)))
             elif isinstance(child, Conv1D):
-                setattr(module, name, PackedLinear(child.weight.t(), child.bias))
+                setattr(module, name, with_hooks_of(child, PackedLinear(child.weight.t(), child.bias)))
         weight = getattr(module, "weight", None)
         if "Router" in type(module).__name__ and isinstance(weight, nn.Parameter) and weight.dim() == 2:
             routed = weight.detach().as_subclass(_RoutedWeight)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from typing import TYPE_CHECKING
 
 from observability.tracing import Tracing
 from shared.bus import Bus
@@ -35,6 +36,9 @@ from worker.runner import Runner
 from worker.spans import WorkerSpans
 from worker.step_loop import Executed, StepLoop
 
+if TYPE_CHECKING:
+    from worker.parallel.followers import Followers
+
 log = logging.getLogger("headrace.worker")
 
 BEAT_S = 0.5
@@ -61,6 +65,7 @@ class WorkerService:
         self._ledger = StepLedger(name, incarnation)
         self._runner: Runner | None = None
         self._loop: StepLoop | None = None
+        self._followers: Followers | None = None
         self._event_loop = asyncio.get_running_loop()
         self._quiet = asyncio.Event()  # set by each step that leaves the batch empty
         self.draining = False
@@ -72,13 +77,17 @@ class WorkerService:
         await self._step_bus.flush()
         self._beat()
 
-    def attach(self, runner: Runner) -> None:
-        """The model is loaded: from now on plans can be run."""
+    def attach(self, runner: Runner, followers: Followers | None = None) -> None:
+        """The model is loaded: from now on plans can be run. ``followers`` run them too, where it is divided."""
         capacity = runner.capacity
-        batch = Batch(
-            capacity.block_size, capacity.num_blocks, capacity.max_model_len, frozenset(capacity.eos_token_ids)
-        )
+        if followers is not None:
+            batch: Batch = followers.batch(capacity)
+        else:
+            batch = Batch(
+                capacity.block_size, capacity.num_blocks, capacity.max_model_len, frozenset(capacity.eos_token_ids)
+            )
         self._runner = runner
+        self._followers = followers
         self._loop = StepLoop(runner, batch, self._ledger.current, self._deliver, self._answer_reset)
         self._loop.start()
         tell(STARTED)
@@ -99,6 +108,8 @@ class WorkerService:
         await self._out.drain()
         if self._loop is not None:
             await asyncio.to_thread(self._loop.stop)
+        if self._followers is not None:
+            await asyncio.to_thread(self._followers.close)
 
     async def _drain(self) -> None:
         self.draining = True
@@ -156,6 +167,8 @@ class WorkerService:
         """On the step loop's thread: encode, then hand over to the event loop."""
         plan = executed.plan
         if executed.fault:
+            if self._followers is not None and not executed.skipped:
+                self._followers.failed(plan.epoch, plan.step, executed.fault)
             fault = WorkerFault(plan.epoch, self._name, self._incarnation, plan.step, executed.fault)
             self._event_loop.call_soon_threadsafe(self._send_fault, executed, encode(fault))
             return
@@ -238,6 +251,8 @@ class WorkerService:
             self._beat()
             if self._loop is not None and not self._loop.alive:
                 raise ServiceFault("the step loop ended")
+            if self._followers is not None:
+                self._followers.check()
             await asyncio.sleep(BEAT_S)
 
 

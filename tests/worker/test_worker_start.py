@@ -30,6 +30,7 @@ STOPPED_WHILE_LOADING = """
 import asyncio, sys, threading
 import torch
 from worker import __main__ as worker
+from worker.config import WorkerConfig
 
 started = threading.Event()
 
@@ -39,7 +40,7 @@ def load_runner(config):
         started.set()
 
 async def told_to_stop_at_once():
-    worker._load_in_background(None)
+    worker._load_in_background(WorkerConfig())
     await asyncio.to_thread(started.wait)
 
 def run(main):
