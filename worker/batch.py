@@ -63,6 +63,7 @@ class Slot:
     counts: TokenCounts | None = None  # where penalties look at them; the sampler's
     guide: Guide | None = None  # where Sampling.grammar asks; the sampler's
     bias: Bias | None = None  # where Sampling.logit_bias asks; the sampler's
+    settings: npt.NDArray[np.int64] | None = None  # how it is sampled, as a device's sampler wants it
 
     @property
     def generated(self) -> int:

@@ -65,7 +65,7 @@ class _InFlight:
     waited_us: int
     taken_ns: int  # perf_counter_ns, as all times here but began_ns
     began_ns: int  # unix
-    launching_us: int = 0  # of the host's work for it, what the device was idle for
+    staging_us: int  # while the device was idle; 0: it was not
 
 
 class StepLoop:
@@ -165,6 +165,7 @@ class StepLoop:
             for row in step.rows:
                 if not row.slot.first_row_ns:
                     row.slot.first_row_ns = began_ns
+            staged = time.perf_counter_ns()
             flight = self._fly(step)
             if flight.needs_earlier:
                 self._land_all()
@@ -180,8 +181,8 @@ class StepLoop:
                 self._lose(plan, error)
             return
         waited_us = (now - self._free_since) // 1000 if idle else 0
-        launching_us = (time.perf_counter_ns() - now) // 1000 if idle else 0
-        self._in_flight.append(_InFlight(plan, step, flight, dropped, waited_us, now, began_ns, launching_us))
+        staging_us = (staged - now) // 1000 if idle else 0
+        self._in_flight.append(_InFlight(plan, step, flight, dropped, waited_us, now, began_ns, staging_us))
 
     def _fly(self, step: Step) -> Flight:
         runner = self._runner
@@ -239,7 +240,7 @@ class StepLoop:
         self.num_slots = sum(not slot.ended for slot in self._batch.slots.values())
         began = max(landing.taken_ns, self._free_since)  # it waited for the step before it
         busy_us = landing.flight.busy_us()
-        busy_us = (ended - began) // 1000 if busy_us is None else busy_us + landing.launching_us
+        busy_us = (ended - began) // 1000 if busy_us is None else busy_us + landing.staging_us
         moves = step.swap_outs or step.swap_ins or step.copies
         result = StepResult(
             epoch=plan.epoch,

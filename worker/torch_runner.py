@@ -15,29 +15,30 @@ import torch
 
 from kernels.contract import AttentionKernel, Geometry, RaggedBatch
 from kernels.cpu import library as cpu_library
-from kernels.cpu.attention import CpuAttention, refusal
+from kernels.cpu.attention import CpuAttention
 from kernels.cpu.decoder import CpuDecoder
 from kernels.elementwise import aligned_rows
-from kernels.reference import ReferenceAttention
 from observability.startup import start_up
 from shared.beams import candidates_wanted
 from shared.config import size_bytes
-from shared.grammar import GrammarError
+from shared.lifecycle import StartupError
 from shared.messages import Capacity, TokenLogprob
 from shared.model_name import model_name
+from worker.asking import banned_tokens, begin_guides, prompt_rows, shape_of
+from worker.assembly import assemble
 from worker.attention import PagedPass, answering
-from worker.batch import SCRATCH_PAGE, Batch, Row, Sampled, Slot, Step
+from worker.attention_backend import attention_kernel
+from worker.batch import Batch, Row, Sampled, Slot, Step
 from worker.config import WorkerConfig
-from worker.grammar import Grammars, Guide, load_engine_tokenizer
+from worker.grammar import Grammars, load_engine_tokenizer
 from worker.heap import give_back
-from worker.kv_cache import KVCache, PoolSize, budget_bytes, bytes_per_token, pool_size
+from worker.kv_cache import KVCache, PoolSize, budget_bytes, bytes_per_token, pool_size_of_all, storage_dtype
 from worker.linear import MIN_ROWS
 from worker.logprobs import describe, describe_prompt, log_probabilities
 from worker.model import LoadedModel, device_of, load_model
-from worker.processors import Shape, asks_for_counts, bias_of
+from worker.processors import Shape
 from worker.sampling import SampleRow, sample
 from worker.self_check import rows_keep_their_bits
-from worker.token_counts import TokenCounts
 
 log = logging.getLogger("headrace.worker.torch_runner")
 
@@ -73,6 +74,7 @@ class TorchRunner:
             eos_token_ids=model.eos_token_ids,
             device=str(model.device),
             dtype=str(model.dtype).removeprefix("torch."),
+            kv_dtype=self.cache.rounded_to(model.dtype),
             kv_bytes_per_token=size.bytes_per_token,
             host_blocks=host_blocks,
         )
@@ -93,6 +95,9 @@ class TorchRunner:
         num_threads: int | None = None,
         swap_space: int = 0,
         quantize: str = "none",
+        kv_cache_dtype: str = "auto",
+        attention_backend: str = "auto",
+        batch_invariant: bool = False,
         self_check: bool = True,
     ) -> TorchRunner:
         """Load a model and its KV cache. Raises StartupError, one line, if that can't be.
@@ -102,25 +107,25 @@ class TorchRunner:
         """
         if num_threads is not None:
             torch.set_num_threads(num_threads)
-        library = cpu_library.load() if device_of(device).type == "cpu" else None
+        on_cpu = device_of(device).type == "cpu" and attention_backend in ("auto", "cpu")
+        library = cpu_library.load() if on_cpu and kv_cache_dtype == "auto" else None
         if library is not None:
             library.c.headrace_set_threads(torch.get_num_threads())
         loaded = load_model(os.fspath(model), dtype, device, library, block_size, quantize)
         start_up.ended("packing and trial pass")
         geometry = Geometry(loaded.num_heads, loaded.num_kv_heads, loaded.head_dim, block_size)
-        size = pool_size(
+        storage = storage_dtype(kv_cache_dtype, loaded.dtype)
+        size = pool_size_of_all(
             budget_bytes(loaded.device, kv_cache_memory, gpu_memory_utilization),
-            bytes_per_token(len(loaded.layers), geometry, loaded.dtype),
+            bytes_per_token(len(loaded.layers), geometry, storage),
             block_size,
             loaded.max_positions,
             max_model_len,
             num_blocks,
         )
-        kernel: AttentionKernel
-        if library is None or refusal(geometry, loaded.dtype, loaded.device):
-            kernel = ReferenceAttention(geometry, loaded.dtype, loaded.device)
-        else:
-            kernel = CpuAttention(library, geometry, loaded.dtype)
+        kernel = attention_kernel(
+            geometry, loaded.layers, loaded.dtype, loaded.device, attention_backend, batch_invariant, storage
+        )
         folder = os.fspath(model)
         grammars = Grammars(lambda: load_engine_tokenizer(folder, loaded.vocab_size, loaded.eos_token_ids))
         runner = cls(loaded, kernel, size, served_model_name or folder, grammars, swap_space)
@@ -128,7 +133,10 @@ class TorchRunner:
         log.info("%s", loaded.describe(kernel.name, torch.get_num_threads()))
         log.info("%s", size.describe())
         if self_check and loaded.dtype != torch.float64 and not rows_keep_their_bits(runner):
-            log.warning("on this machine a row's bits depend on the rows beside it: tokens may differ between runs")
+            why = "on this machine a row's bits depend on the rows beside it"
+            if batch_invariant:
+                raise StartupError(f"batch-invariant: {why}")
+            log.warning("%s: tokens may differ between runs", why)
         give_back()
         start_up.ended("self-check")
         return runner
@@ -154,9 +162,9 @@ class TorchRunner:
         self.swap_us += (time.perf_counter_ns() - began) // 1000
         if not step.rows:
             return Sampled([])
-        self._begin_guides(step)
+        begin_guides(step, self.grammars)
         rows = [row for row in step.rows if row.sample]
-        prompts = _prompt_rows(step.rows)
+        prompts = prompt_rows(step.rows)
         logits = self.logits(batch, step.rows, prompts)
         sampled = Sampled([])
         if prompts:
@@ -221,31 +229,10 @@ class TorchRunner:
         return scores
 
     def _shape(self, slot: Slot, index: int, sampled: Sampled) -> Shape | None:
-        """What changes the slot's logits; None for most. A grammar that fails goes into ``sampled.failures``."""
-        sampling = slot.sampling
-        banned = self._banned(slot)
-        allowed = None
-        if isinstance(slot.guide, Guide):
-            try:
-                allowed = slot.guide.mask()
-            except GrammarError as error:
-                sampled.failures[index] = str(error)
-        if asks_for_counts(sampling):
-            if slot.counts is None:
-                slot.counts = TokenCounts(slot.prompt_len, with_prompt=sampling.repetition_penalty != 1)
-            slot.counts.follow(slot.tokens)
-        if sampling.logit_bias and slot.bias is None:
-            slot.bias = bias_of(sampling, self.model.vocab_size)
-        if slot.counts is None and slot.bias is None and allowed is None and not banned:
-            return None
-        return Shape(sampling, banned, slot.counts, allowed, slot.bias)
+        return shape_of(slot, self._banned(slot), self.model.vocab_size, sampled.failures, index)
 
-    def _begin_guides(self, step: Step) -> None:
-        """Have the grammars of sequences that have just joined compiled beside the forward pass."""
-        for slot in [row.slot for row in step.rows] + [slot for _, slot in step.forks]:
-            if slot.sampling.grammar and slot.guide is None and not slot.sampling.beam_width:
-                self.grammars.begin_step()
-                slot.guide = self.grammars.guide(slot.sampling.grammar, slot.tokens[slot.prompt_len :])
+    def _banned(self, slot: Slot) -> tuple[int, ...]:
+        return banned_tokens(slot.sampling, slot.generated, self.model.eos_token_ids, self.model.vocab_size)
 
     def logits(self, batch: Batch, rows: Sequence[Row], prompts: Sequence[tuple[int, Row, int]] = ()) -> torch.Tensor:
         """One forward pass; the logits ``[sampling rows, vocab_size]``, in row order.
@@ -256,7 +243,7 @@ class TorchRunner:
         if self.decoder is None:
             count = sum(row.count for row in rows)
             fillers = aligned_rows(count, MIN_ROWS, self.model.row_widths, torch.get_num_threads()) - count
-        tokens, positions, ragged = _assemble(batch, rows, fillers, self.size)
+        tokens, positions, ragged = assemble(batch, rows, fillers, self.size.max_model_len)
         keep = ragged.query_start[1 : len(rows) + 1][[row.sample for row in rows]] - 1
         if prompts:
             starts = ragged.query_start
@@ -287,13 +274,6 @@ class TorchRunner:
                 wanted = np.concatenate([keep, np.repeat(keep[-1:], filled - count)])
                 return model.logits(token_ids, position_ids, torch.from_numpy(wanted).to(model.device))[:count]
 
-    def _banned(self, slot: Slot) -> tuple[int, ...]:
-        """Tokens that would end the sequence before it has its min_tokens (its grammar, if it ignores EOS)."""
-        if slot.generated >= slot.sampling.min_tokens:
-            return tuple(self.model.eos_token_ids) if slot.sampling.ignore_eos and slot.sampling.grammar else ()
-        ends = () if slot.sampling.ignore_eos and not slot.sampling.grammar else self.model.eos_token_ids
-        return tuple(t for t in {*ends, *slot.sampling.stop_token_ids} if 0 <= t < self.model.vocab_size)
-
 
 def load_torch_runner(config: WorkerConfig) -> TorchRunner:
     """The runner that a worker's options ask for. Raises StartupError, one line, if it can't be had."""
@@ -309,21 +289,14 @@ def load_torch_runner(config: WorkerConfig) -> TorchRunner:
         num_threads=config.threads or None,
         swap_space=size_bytes(config.swap_space),
         quantize=config.quantize,
+        kv_cache_dtype=config.kv_cache_dtype,
+        attention_backend=config.attention_backend,
+        batch_invariant=config.batch_invariant,
     )
     runner.grammars.warm()
     if runner.decoder is not None:
         torch.set_num_threads(1)  # the library has threads of its own, and what torch still does is not worth a second
     return runner
-
-
-def _prompt_rows(rows: Sequence[Row]) -> list[tuple[int, Row, int]]:
-    """(index in ``rows``, row, leading query tokens) whose logits are wanted for the prompt's log-probabilities."""
-    asking = [
-        (index, row, row.slot.prompt_rows(row.start, row.count))
-        for index, row in enumerate(rows)
-        if row.slot.sampling.prompt_logprobs >= 0 and not row.padding
-    ]
-    return [one for one in asking if one[2]]
 
 
 def _describe_prompts(
@@ -343,37 +316,3 @@ def _describe_prompts(
             pieces.append((slot, offset, described))
             done += count
     return pieces
-
-
-def _assemble(
-    batch: Batch, rows: Sequence[Row], fillers: int, size: PoolSize
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], RaggedBatch]:
-    """(token ids, positions, what attention needs) of ``rows`` and of ``fillers``.
-
-    A filler is a sequence of its own: one token at position 0, with its KV in the scratch page.
-    """
-    count = np.array([row.count for row in rows], dtype=np.int64)
-    query_start = np.concatenate([[0], np.cumsum(np.concatenate([count, np.ones(fillers, dtype=np.int64)]))])
-    num_tokens = int(query_start[-1])
-    tokens = np.zeros(num_tokens, dtype=np.int64)
-    for row, start in zip(rows, query_start.tolist(), strict=False):
-        if row.padding:
-            continue
-        if row.count == 1:
-            tokens[start] = row.slot.tokens[row.start]
-        else:
-            tokens[start : start + row.count] = row.slot.tokens[row.start : row.start + row.count]
-    sequence = np.repeat(np.arange(len(count) + fillers), np.diff(query_start))
-    first = np.array([row.start for row in rows] + [0] * fillers, dtype=np.int64)
-    padding = np.array([row.padding for row in rows] + [True] * fillers)
-    positions = first[sequence] + np.arange(num_tokens) - query_start[sequence]
-    is_padding = padding[sequence]
-    visible = np.where(is_padding, np.maximum(first, 1)[sequence], positions + 1)
-    used = -(-int(visible.max()) // size.block_size)
-    tables = np.zeros((len(count) + fillers, used), dtype=np.int32)
-    tables[: len(count)] = batch.tables[[row.slot.index for row in rows], :used]
-    page = tables[sequence, np.minimum(positions // size.block_size, used - 1)].astype(np.int64)
-    write_slots = np.where(is_padding, SCRATCH_PAGE, page * size.block_size + positions % size.block_size)
-    # padding may stand for tokens past the longest sequence; a learned position embedding has no row for those
-    positions = np.minimum(positions, size.max_model_len - 1)
-    return tokens, positions, RaggedBatch(query_start, visible, tables, write_slots)
