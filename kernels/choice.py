@@ -80,10 +80,16 @@ class Machine:
 
 def this_machine(device: torch.device) -> Machine:
     if device.type == "cpu":
-        found = cpu_library.find()
-        return Machine("cpu", no_library="" if isinstance(found, cpu_library.Library) else found.reason)
+        return Machine("cpu", no_library=_no_library())
     compute = torch.cuda.get_device_capability(device)
     return Machine(device.type, compute, triton_version(), dict(installed()))
+
+
+def _no_library() -> str:
+    if cpu_library.load() is not None:
+        return ""
+    found = cpu_library.find()
+    return found.reason if isinstance(found, cpu_library.Missing) else "it is turned off"
 
 
 def triton_version() -> str:
@@ -201,8 +207,8 @@ def _backend(task: Task, machine: Machine, requested: str) -> str:
 
 
 def _library() -> cpu_library.Library:
-    found = cpu_library.find()
-    assert isinstance(found, cpu_library.Library)
+    found = cpu_library.load()
+    assert found is not None
     return found
 
 

@@ -29,6 +29,20 @@ class WorkerConfig(MeshConfig):
         1, "GPUs of this machine that a model is divided over; KV blocks are of the one that has the fewest",
         check=between(1, 64),
     )  # fmt: skip
+    attention_backend: str = option(
+        "auto",
+        "attention kernel; auto: on a GPU triton, and beside it (flash) what an installed flash-attn does quicker, as "
+        "measured at start; on a CPU the C++ kernels (cpu), else torch",
+        choices=("auto", "triton", "flash", "torch", "cpu"),
+    )
+    batch_invariant: bool = option(
+        False, "a request's tokens do not depend on its batch: on a GPU by slower kernels, on a CPU in any case"
+    )
+    kv_cache_dtype: str = option(
+        "auto",
+        "what KV blocks hold; auto: the dtype; fp8 (e4m3) and int8 take less and round, each token's head with a scale",
+        choices=("auto", "fp8", "int8"),
+    )
     block_size: int = option(16, "tokens per KV block", check=between(1, 1024))
     max_model_len: int | None = option(
         None, "longest prompt + output, in tokens (default: the model's own limit); clamped to the KV pool",

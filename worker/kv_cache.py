@@ -46,6 +46,14 @@ class PoolSize:
         )
 
 
+def storage_dtype(kv_cache_dtype: str, dtype: torch.dtype) -> torch.dtype:
+    """What pages hold, for ``--kv-cache-dtype`` and a model in ``dtype``. Raises StartupError."""
+    stored = {"auto": dtype, "fp8": torch.float8_e4m3fn, "int8": torch.int8}[kv_cache_dtype]
+    if stored != dtype and dtype == torch.float64:
+        raise StartupError(f"kv-cache-dtype {kv_cache_dtype} is not for a model in float64")
+    return stored
+
+
 def bytes_per_token(num_layers: int, geometry: Geometry, dtype: torch.dtype) -> int:
     """Of keys and values in all layers, ``dtype`` being what they are stored in."""
     head_bytes = geometry.head_dim * dtype.itemsize
@@ -148,6 +156,11 @@ class KVCache:
             # Pinned where the pages are on a GPU: only then does a copy run at the link's full rate.
             pin = self.layers[0].key.is_cuda
             self._host = [[_host_pool(pool, host_blocks, pin) for pool in layer.tensors()] for layer in self.layers]
+
+    def rounded_to(self, dtype: torch.dtype) -> str:
+        """What pages hold of a model in ``dtype``, by name; empty if the same."""
+        stored = self.layers[0].key.dtype
+        return "" if stored == dtype else str(stored).removeprefix("torch.")
 
     def swap_out(self, moves: Sequence[tuple[int, int]]) -> None:
         """Copy (page, place in host memory) pairs, in every layer. Returns once the pages may be overwritten."""
