@@ -48,7 +48,7 @@ class Core:
             return
         began = time.perf_counter_ns()
         step = self._batch.stage(plan)
-        settled = self._batch.settle(plan, self._runner.forward(self._batch, step))
+        settled = self._batch.settle(step, self._runner.forward(self._batch, step))
         took_us = (time.perf_counter_ns() - began) // 1000
         result = self._result(plan, settled.tokens, settled.ended, step.num_tokens, took_us)
         self._core.apply(result, time.monotonic_ns())

@@ -180,7 +180,7 @@ class Box:
         batch = self.batches[worker]
         step = batch.stage(plan)
         sampled = self.runners[worker].forward(batch, step)
-        settled = batch.settle(plan, sampled)
+        settled = batch.settle(step, sampled)
         for _, entry in settled.entries:
             known = self.submits.get(entry.request_id)
             if known is not None and entry.attempt < known.attempt:
