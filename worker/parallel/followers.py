@@ -49,13 +49,14 @@ class Followers:
         self._watchers: list[threading.Thread] = []
         fields = {name: value for name, value in dataclasses.asdict(config).items() if name not in SECRET}
         size = config.tensor_parallel
+        safe = ["-P"] if sys.flags.safe_path else []  # it must find the modules that this process has found
         for rank in range(1, size):
             ours, theirs = socket.socketpair()
             with theirs:
                 # They end with this process because the socket does, however it ends. (The kernel's signal at a
                 # parent's death is for the thread that has forked, and ours need not live as long.)
                 process = subprocess.Popen(
-                    [sys.executable, "-m", "worker.parallel.follower", str(theirs.fileno())],
+                    [sys.executable, *safe, "-m", "worker.parallel.follower", str(theirs.fileno())],
                     env={**os.environ, **visible(rank)},
                     stdin=subprocess.DEVNULL,
                     pass_fds=[theirs.fileno()],
