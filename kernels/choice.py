@@ -112,10 +112,10 @@ def refusal(backend: str, task: Task, machine: Machine) -> str:
     if backend == "cpu":
         if machine.device != "cpu":
             return "it runs on a CPU"
-        return machine.no_library or cpu_attention.refusal(task.geometry, task.dtype, torch.device("cpu"))
-    if backend == "torch":
         if task.storage != task.dtype:
             return f"its pages hold what it computes in, not {_name(task.storage)}"
+        return machine.no_library or cpu_attention.refusal(task.geometry, task.dtype, torch.device("cpu"))
+    if backend == "torch":
         if task.batch_invariant and machine.device != "cpu":
             return "on a GPU its bits depend on the batch"
         return ""
@@ -179,7 +179,7 @@ def choose(
     if backend == "cpu":
         kernel, why = cpu_attention.CpuAttention(_library(), geometry, dtype), ""
     elif backend == "torch":
-        kernel, why = ReferenceAttention(geometry, dtype, device), ""
+        kernel, why = ReferenceAttention(geometry, dtype, device, kv_dtype), ""
     else:
         kernel, why = _on_a_gpu(task, machine, device, backend, requested, measure)
     if batch_invariant and not kernel.batch_invariant:

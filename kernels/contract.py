@@ -87,9 +87,9 @@ class LayerCache:
     value_scale: torch.Tensor | None = None
 
     def tensors(self) -> list[torch.Tensor]:
-        """All that a page consists of: whoever copies a page copies these."""
-        scales = [scale for scale in (self.key_scale, self.value_scale) if scale is not None]
-        return [self.key, self.value, *scales]
+        """All that a page consists of: whoever copies a page copies these. fp8 as bytes, which torch can index."""
+        pages = [x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x for x in (self.key, self.value)]
+        return [*pages, *(scale for scale in (self.key_scale, self.value_scale) if scale is not None)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -28,5 +28,6 @@ def quantize(x: torch.Tensor, storage: torch.dtype) -> tuple[torch.Tensor, torch
 
 
 def dequantize(stored: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """``[..., head_dim]`` in ``dtype``, rounded once."""
-    return (stored.float() * scale.unsqueeze(-1)).to(dtype)
+    """``[..., head_dim]`` in ``dtype``, rounded once; finite, as what was stored was."""
+    largest = torch.finfo(torch.float32).max  # a scale that was rounded up may lead beyond
+    return (stored.float() * scale.unsqueeze(-1)).clamp_(-largest, largest).to(dtype)

@@ -16,6 +16,7 @@ import torch
 from kernels.contract import Geometry, LayerAttention, LayerCache, RaggedBatch
 from kernels.elementwise import VECTOR, elementwise
 from kernels.pages import zeros
+from kernels.quantized_pages import dequantize, has_scales, quantize
 from kernels.tile_attention import attend_tiles
 from kernels.tiling import QUERY_BLOCK, Items, Pairs, chunk_items, decode_items, pair_groups, visible_keys
 
@@ -67,14 +68,20 @@ class ReferencePlan:
 
 class ReferenceAttention:
     """:class:`~kernels.contract.AttentionKernel` in torch. Pages lie in memory as ``[page, kv head, token, dim]``, so
-    that the pages of one key/value head gather into one contiguous tile."""
+    that the pages of one key/value head gather into one contiguous tile.
+
+    ``storage`` is what pages hold, if not ``dtype``: fp8 (e4m3) or int8, taken back to ``dtype`` tile by tile.
+    """
 
     name = "torch"
 
-    def __init__(self, geometry: Geometry, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, geometry: Geometry, dtype: torch.dtype, device: torch.device, storage: torch.dtype | None = None
+    ) -> None:
         self.geometry = geometry
         self.dtype = dtype
         self.device = device
+        self.storage = storage or dtype
         self.largest_key = min(LARGEST_KEY, torch.finfo(dtype).max)
         whole_vectors = math.lcm(geometry.block_size, VECTOR)
         self.tile_pages = max(1, TILE_TOKENS // whole_vectors) * whole_vectors // geometry.block_size
@@ -84,14 +91,17 @@ class ReferenceAttention:
         tile_bytes = self.tile * geometry.num_kv_heads * geometry.head_dim * dtype.itemsize
         self.slab_pairs = max(1, SLAB_BYTES // tile_bytes)
         size = self.slab_pairs * self.tile_pages * geometry.num_kv_heads, geometry.block_size * geometry.head_dim
-        self._key_slab = torch.empty(size, dtype=dtype, device=device)
-        self._value_slab = torch.empty(size, dtype=dtype, device=device)
+        self._key_slab = torch.empty(size, dtype=self.storage, device=device)
+        self._value_slab = torch.empty(size, dtype=self.storage, device=device)
 
     def allocate(self, num_pages: int) -> LayerCache:
         g = self.geometry
         shape = (num_pages, g.num_kv_heads, g.block_size, g.head_dim)
-        key, value = (zeros(shape, self.dtype, self.device).transpose(1, 2) for _ in range(2))
-        return LayerCache(key, value)
+        key, value = (zeros(shape, self.storage, self.device).transpose(1, 2) for _ in range(2))
+        if not has_scales(self.storage):
+            return LayerCache(key, value)
+        scales = (zeros(shape[:3], torch.float32, self.device).transpose(1, 2) for _ in range(2))
+        return LayerCache(key, value, *scales)
 
     # --- once per forward pass ---------------------------------------------------------------------------------------
 
@@ -181,9 +191,13 @@ class ReferenceAttention:
     ) -> torch.Tensor:
         g = self.geometry
         key = key.clamp(-self.largest_key, self.largest_key)
-        for pages, new in ((cache.key, key), (cache.value, value)):
-            flat = pages.transpose(1, 2).view(-1, g.head_dim)
-            flat.index_copy_(0, plan.write_rows, torch.nan_to_num(new.reshape(-1, g.head_dim)))
+        for pages, scales, new in ((cache.key, cache.key_scale, key), (cache.value, cache.value_scale, value)):
+            finite = torch.nan_to_num(new.reshape(-1, g.head_dim))
+            if scales is not None:
+                finite, scale = quantize(finite, self.storage)
+                scales.transpose(1, 2).view(-1).index_copy_(0, plan.write_rows, scale)
+            flat = _bytes(pages.transpose(1, 2).view(-1, g.head_dim))
+            flat.index_copy_(0, plan.write_rows, _bytes(finite))
         window = plan.windows.get(layer.window)
         if window is None:
             window = plan.windows[layer.window] = self._window_plan(plan.batch, layer.window)
@@ -197,16 +211,11 @@ class ReferenceAttention:
     ) -> torch.Tensor:
         """``[items * num_kv_heads * rows, head_dim]``."""
         g = self.geometry
-        row_shape = (g.block_size * g.head_dim,)
-        key_rows = cache.key.transpose(1, 2).view(-1, *row_shape)
-        value_rows = cache.value.transpose(1, 2).view(-1, *row_shape)
         queries = flat_query.index_select(0, group.query_rows).view(-1, g.num_kv_heads, group.rows, g.head_dim)
         outputs, sums = [], []
         for slab in group.slabs:
-            size = len(slab.page_rows)
-            tile_shape = (-1, g.num_kv_heads, self.tile, g.head_dim)
-            keys = torch.index_select(key_rows, 0, slab.page_rows, out=self._key_slab[:size]).view(tile_shape)
-            values = torch.index_select(value_rows, 0, slab.page_rows, out=self._value_slab[:size]).view(tile_shape)
+            keys = self._gather(cache.key, cache.key_scale, slab.page_rows, self._key_slab)
+            values = self._gather(cache.value, cache.value_scale, slab.page_rows, self._value_slab)
             item = slab.item
             part = queries[item] if isinstance(item, slice) else queries.index_select(0, item)
             output, log_sum = attend_tiles(part, keys, values, slab.mask, layer.scaling, layer.softcap)
@@ -219,6 +228,19 @@ class ReferenceAttention:
         if len(group.per_tile) > 1 or layer.sinks is not None:
             output = self._merge(output, log_sum, group, layer.sinks)
         return output.reshape(-1, g.head_dim)
+
+    def _gather(
+        self, pages: torch.Tensor, scales: torch.Tensor | None, rows: torch.Tensor, slab: torch.Tensor
+    ) -> torch.Tensor:
+        """``[pairs, num_kv_heads, tile, head_dim]`` in ``dtype``."""
+        g = self.geometry
+        source = _bytes(pages.transpose(1, 2).view(-1, g.block_size * g.head_dim))
+        slab = slab[: len(rows)]
+        torch.index_select(source, 0, rows, out=_bytes(slab))
+        if scales is not None:
+            scale = scales.transpose(1, 2).view(-1, g.block_size).index_select(0, rows)
+            slab = dequantize(slab.view(-1, g.head_dim), scale.view(-1), self.dtype)
+        return slab.view(-1, g.num_kv_heads, self.tile, g.head_dim)
 
     def _merge(
         self, output: torch.Tensor, log_sum: torch.Tensor, group: Group, sinks: torch.Tensor | None
@@ -299,3 +321,8 @@ class ReferenceAttention:
             if not all(torch.equal(a[:pairs, :, :rows], b) for a, b in zip(whole, part, strict=True)):
                 return False
         return True
+
+
+def _bytes(x: torch.Tensor) -> torch.Tensor:
+    """As it lies; fp8 as bytes, since torch neither gathers nor scatters it."""
+    return x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x

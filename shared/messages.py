@@ -324,6 +324,7 @@ class Capacity(Message, frozen=True):
     kv_bytes_per_token: int = 0
     host_blocks: int = 0  # KV blocks that fit in host memory set aside for swapping
     grammars: bool = True  # whether Sampling.grammar can be asked for
+    kv_dtype: str = ""  # what KV blocks hold, where that is not the dtype
     max_batched_tokens: int = 0  # tokens of one step, at most; 0: no limit
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,9 @@ import pytest
 
 if TYPE_CHECKING:
     from whole_mesh import Mesh
+
+# Before anything imports triton: its interpreter runs the GPU kernels on the CPU.
+os.environ["TRITON_INTERPRET"] = "1"
 
 HERE = Path(__file__).parent
 for folder in (HERE, HERE / "scheduler" / "core", HERE / "mesh", HERE / "observability"):

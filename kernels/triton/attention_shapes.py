@@ -68,10 +68,13 @@ def chunk_tile(geometry: Geometry, compute_bytes: int, max_query: int) -> Tile:
 
 
 def invariant_tile(geometry: Geometry, compute_bytes: int) -> Tile:
-    """For everything, so that a query's sums are made in one order in whatever batch it is."""
+    """For everything, so that a query's sums are made in one order in whatever batch it is. Registers hold the sums of
+    a piece beside those of all pieces before it."""
+    width = power_of_two(geometry.head_dim)
     if compute_bytes == 4:
         return chunk_tile(geometry, compute_bytes, 1)
-    return chunk_tile(geometry, compute_bytes, max(1, 64 // geometry.group))
+    rows = max(power_of_two(geometry.group), 64 if width <= 128 else 32)
+    return Tile(rows, 64 if width <= 64 else 32, 8 if rows >= 128 or width > 128 else 4, 3)
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,7 +54,7 @@ def _attention(
         "visible": "*i32", "tables": "*i32", **dict.fromkeys((*INTEGERS, "table_stride"), "i32"),
         "token_stride": "i32", "head_stride": "i32", "scale": "fp32",
     }  # fmt: skip
-    absent = []
+    absent: list[str] = []
     for there, names, kind in (
         (split, ("partials", "sums"), "*fp32"), (scaled, ("key_scales", "value_scales"), "*fp32"),
         (sinks and not split, ("sinks",), f"*{dtype}"), (softcap, ("softcap",), "fp32"), (window, ("window",), "i32"),

@@ -227,7 +227,8 @@ class WorkerState:
             if len(self._roots) >= MOST_SALTS:
                 self._roots.clear()
             capacity = self.capacity
-            root = self._roots[salt] = root_hash(capacity.model, f"{capacity.dtype}/{capacity.block_size}", salt)
+            stored = f"{capacity.dtype}{capacity.kv_dtype and ':'}{capacity.kv_dtype}/{capacity.block_size}"
+            root = self._roots[salt] = root_hash(capacity.model, stored, salt)
         if sequence.chain_root != root:
             sequence.chain_root = root
             sequence.chain = []

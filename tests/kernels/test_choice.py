@@ -60,7 +60,7 @@ RULES = [
     ("torch", task(batch_invariant=True), HERE, ""),
     ("torch", task(), BARE, ""),
     ("torch", task(batch_invariant=True), BARE, "depend on the batch"),
-    ("torch", task(storage=INT8), HERE, "not int8"),
+    ("cpu", task(storage=INT8), HERE, "not int8"),
     ("triton", task(), A100, ""),
     ("triton", task(dtype=F32), A100, ""),
     ("triton", task(batch_invariant=True), H200, ""),
