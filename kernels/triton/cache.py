@@ -3,6 +3,8 @@ and head."""
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -53,7 +55,7 @@ def write_heads(  # type: ignore[no-untyped-def]
     """One token's heads ``first .. first + BLOCK_H``, of those that lie ``head_stride`` apart from ``source`` on."""
     head = first + tl.arange(0, BLOCK_H)
     column = tl.arange(0, BLOCK_D)
-    mine = (head < heads) & alive
+    mine = head < tl.where(alive, heads, 0)
     inside = mine[:, None] & (column[None, :] < dim)
     at = head[:, None] * head_stride + column[None, :]
     x = finite(tl.load(source + at, mask=inside, other=0.0).to(tl.float32), largest)
@@ -88,9 +90,12 @@ def _write_pages(  # type: ignore[no-untyped-def]
     )  # fmt: skip
 
 
+@functools.cache
 def largest_written(dtype: torch.dtype) -> tuple[float, float]:
-    """What a number of a key, and of a value, is limited to (see :data:`~kernels.reference.LARGEST_KEY`)."""
-    return min(LARGEST_KEY, torch.finfo(dtype).max), torch.finfo(dtype).max
+    """What a number of a key (see :data:`~kernels.reference.LARGEST_KEY`), and of a value, is limited to: numbers of
+    the type itself."""
+    largest = torch.finfo(dtype).max
+    return torch.tensor(min(LARGEST_KEY, largest), dtype=dtype).item(), largest
 
 
 def head_tile(heads: int, dim: int) -> tuple[int, int]:

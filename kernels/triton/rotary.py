@@ -110,7 +110,7 @@ def _rotate_and_write(  # type: ignore[no-untyped-def]
         sin += position * sin_stride
     if block < query_blocks:
         head = (block * BLOCK_H + tl.arange(0, BLOCK_H))[:, None]
-        mine = (head < heads) & alive
+        mine = head < tl.where(alive, heads, 0)
         first, second, rest = _rotated(
             row, query_norm, cos, sin, head * DIM, mine, eps, DIM, HALF, BLOCK_HALF, BLOCK_REST
         )
@@ -123,7 +123,7 @@ def _rotate_and_write(  # type: ignore[no-untyped-def]
     elif block < query_blocks + kv_blocks:
         slot = tl.load(slots + token, mask=alive, other=0)
         head = ((block - query_blocks) * BLOCK_H + tl.arange(0, BLOCK_H))[:, None]
-        mine = (head < kv_heads) & alive
+        mine = head < tl.where(alive, kv_heads, 0)
         first, second, rest = _rotated(
             row, key_norm, cos, sin, (heads + head) * DIM, mine, eps, DIM, HALF, BLOCK_HALF, BLOCK_REST
         )
@@ -213,7 +213,7 @@ def _twin(
     g: Geometry,
     rotation: Rotation,
 ) -> torch.Tensor:
-    heads = qkv.view(len(qkv), -1, g.head_dim)
+    heads = qkv.view(len(qkv), g.num_heads + 2 * g.num_kv_heads, g.head_dim)
     query, key, value = torch.split(heads, [g.num_heads, g.num_kv_heads, g.num_kv_heads], dim=1)
     if rotation.query_norm is not None:
         query = rms_norm(query, rotation.query_norm, rotation.eps)
