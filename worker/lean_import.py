@@ -3,7 +3,8 @@
 ``transformers``, and torch itself where it fills new tensors, import torch's compiler (with it distributed
 tensors) for a decorator that keeps it off a function. Here a stand-in answers such decorators. Whoever wants more of
 the compiler, as ``torch.compile`` does, finds the real one: it takes the stand-in's place at the first such question.
-And ``transformers`` is told what a torch without ``torch.distributed`` tells it: a worker is one process.
+And ``transformers`` is told what a torch without ``torch.distributed`` tells it (a worker is one process), and that
+there is no torchao, which it would import with all of the compiler for checkpoints that no worker serves.
 """
 
 from __future__ import annotations
@@ -32,6 +33,15 @@ def import_transformers() -> None:
         from transformers.utils.import_utils import is_torch_distributed_available
 
         is_torch_distributed_available()  # it keeps the answer
+    from transformers.utils import import_utils
+
+    is_available = import_utils._is_package_available
+
+    def but_torchao(name: str, *rest: Any, **more: Any) -> Any:
+        return (False, "N/A") if name == "torchao" else is_available(name, *rest, **more)
+
+    with mock.patch.object(import_utils, "_is_package_available", but_torchao):
+        import_utils.is_torchao_available()
     # Its one other import of the compiler; of a class that makes masks, which paged attention does without.
     indexing = ModuleType(INDEXING)
     indexing.TransformGetItemToIndex = _indexing  # type: ignore[attr-defined]

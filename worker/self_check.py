@@ -5,23 +5,33 @@ DESIGN's first invariant rests on what matrix libraries do on the machine at han
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
-from shared.messages import Sampling, SlotStart, StepPlan, pack_tokens
-from worker.batch import Batch
+from shared.messages import Capacity, Sampling, SlotStart, StepPlan, pack_tokens
+from worker.batch import Batch, Row
 
-if TYPE_CHECKING:
-    from worker.torch_runner import TorchRunner
+
+class Passes(Protocol):
+    """What is checked: forward passes of a runner, before it serves."""
+
+    @property
+    def capacity(self) -> Capacity: ...
+
+    def logits(self, batch: Batch, rows: Sequence[Row]) -> torch.Tensor:
+        """``[sampling rows, vocab_size]``, in row order."""
+        ...
+
 
 PROMPT_TOKENS = 150
 """More than one tile of keys (see :mod:`kernels.reference`)."""
 
 
-def rows_keep_their_bits(runner: TorchRunner) -> bool:
+def rows_keep_their_bits(runner: Passes) -> bool:
     """Compare one sequence's last logits over three schedules. Uses the pool's first pages: run it before serving."""
-    size = runner.size
+    size = runner.capacity
     length = min(PROMPT_TOKENS, size.max_model_len, size.num_blocks // 2 * size.block_size)
     if length < 16:
         return True  # too small to try, and nothing much can run beside anything
@@ -36,14 +46,13 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(one.nan_to_num(), other.nan_to_num())
 
 
-def _last_logits(runner: TorchRunner, length: int, chunks: list[int], company: bool) -> torch.Tensor:
-    size = runner.size
+def _last_logits(runner: Passes, length: int, chunks: list[int], company: bool) -> torch.Tensor:
+    size = runner.capacity
     batch = Batch(size.block_size, size.num_blocks, size.max_model_len, frozenset())
     pages = -(-length // size.block_size)
-    vocabulary = runner.model.vocab_size
     starts = []
     for slot in range(2 if company else 1):
-        tokens = [(7 + 31 * slot + 97 * i) % vocabulary for i in range(length)]
+        tokens = [(7 + 31 * slot + 97 * i) % size.vocab_size for i in range(length)]
         starts.append(
             SlotStart(slot, f"self-check-{slot}", 0, 0, "", pack_tokens(tokens), length,
                       list(range(1 + slot * pages, 1 + (slot + 1) * pages)), Sampling(0, 1))

@@ -73,6 +73,19 @@ def test_whatever_asks_for_the_compiler_finds_the_real_one(use: str) -> None:
     run(begin + use + end)
 
 
+def test_torchao_is_not_imported_with_transformers(tmp_path: Path) -> None:
+    (tmp_path / "torchao").mkdir()
+    (tmp_path / "torchao" / "__init__.py").write_text("raise AssertionError('somebody imports torchao')")
+    (tmp_path / "torchao-9.9.dist-info").mkdir()
+    (tmp_path / "torchao-9.9.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: torchao\nVersion: 9.9\n")
+    run(
+        f"sys.path.append({str(tmp_path)!r})\n"
+        "from worker.lean_import import import_transformers; import_transformers()\n"
+        "from transformers.utils.import_utils import is_torch_available, is_torchao_available\n"
+        "assert is_torch_available() and not is_torchao_available()"
+    )
+
+
 def test_a_process_that_has_the_compiler_keeps_it() -> None:
     run(
         "import torch._dynamo as real, torch\n"

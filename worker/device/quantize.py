@@ -25,14 +25,12 @@ _GROUPS = (128, 64, 32)
 """Inputs that share a scale in int4: the largest that divides a matrix."""
 
 
-def check(scheme: str, dtype: torch.dtype, capability: tuple[int, int] | None) -> None:
-    """Before anything is loaded. ``capability``: the card's, None for a CPU. Raises StartupError, one line."""
+def check(scheme: str, dtype: torch.dtype, capability: tuple[int, int]) -> None:
+    """Before anything is loaded, of a card of that compute capability. Raises StartupError, one line."""
     if importlib.util.find_spec("torchao") is None:
         raise StartupError(f"--quantize {scheme} needs torchao on a GPU: install headrace[gpu]")
-    if capability is None and scheme != "int8":
-        raise StartupError(f"--quantize {scheme} needs a GPU; a CPU has int8")
     least = _LEAST_CAPABILITY[scheme]
-    if capability is not None and capability < least:
+    if capability < least:
         raise StartupError(
             f"--quantize {scheme} needs a GPU of compute capability {least[0]}.{least[1]}; "
             f"this one's is {capability[0]}.{capability[1]}"
