@@ -18,7 +18,7 @@ class TokenCounts:
     Ids of the prompt are among them only ``with_prompt``, with a count of 0 unless the output has them too.
     """
 
-    __slots__ = ("_counts", "_ids", "_place", "_prompt_len", "_seen", "_with_prompt")
+    __slots__ = ("__weakref__", "_counts", "_ids", "_place", "_prompt_len", "_seen", "_with_prompt")
 
     def __init__(self, prompt_len: int, with_prompt: bool) -> None:
         self._prompt_len = prompt_len

@@ -94,7 +94,11 @@ def usage(module: str, variant: Variant, arch: int) -> Usage:
     """Compile one variant. What goes wrong is among the faults."""
     began = time.monotonic()
     try:
-        options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages}
+        options = {
+            "num_warps": variant.num_warps,
+            "num_stages": variant.num_stages,
+            "enable_fp_fusion": variant.fp_fusion,
+        }
         built = triton.compile(source(variant), target=GPUTarget("cuda", arch, 32), options=options)
         log = _ptxas_log(built, arch)
     except Exception as error:  # noqa: BLE001 (whatever the compiler raises is the report)

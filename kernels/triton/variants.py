@@ -31,6 +31,7 @@ class Variant:
     num_warps: int = 4
     num_stages: int = 2
     archs: tuple[int, ...] = EVERY_ARCH
+    fp_fusion: bool = True  # products and sums in one rounding, where the compiler likes
     max_registers: int = 255  # of a thread
     max_shared: int = SHARED_BYTES  # bytes of a block, static and dynamic
     max_spills: int = 0  # bytes of a thread, stores and loads together; more than 0 needs a reason beside it
