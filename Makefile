@@ -4,6 +4,9 @@
 # make fuzz    random loads for the scheduler's invariants, then random faults for the whole mesh on virtual time
 #              (the nightly run): SECONDS=600 of the latter, or ARGS="--first N --count N", ARGS="--seed N -v"
 #
+# make gpu-kernels   every Triton kernel compiled for sm_80 and sm_90, no GPU needed: registers, shared memory, spills
+#              (nightly; `make test` compiles a few): ARGS="--only attention --arch sm_90 --json FILE"
+#
 # PYTHON: the interpreter to build on (3.11 or newer). TORCH_INDEX: see compose/install-torch.sh.
 
 PYTHON ?= python3
@@ -11,7 +14,7 @@ VENV ?= .venv
 SECONDS ?= 600
 BIN := $(VENV)/bin
 
-.PHONY: up test check bench fuzz cpu-kernels
+.PHONY: up test check bench fuzz cpu-kernels gpu-kernels
 .DELETE_ON_ERROR:
 
 up: $(VENV)/.installed-all
@@ -28,6 +31,9 @@ check: $(VENV)/.installed-dev
 fuzz: $(VENV)/.installed-dev
 	$(if $(ARGS),,$(BIN)/python -m pytest tests/scheduler/core/test_core_properties.py --hypothesis-profile=fuzz --timeout=0)
 	$(BIN)/python tests/deterministic $(if $(ARGS),$(ARGS),--seconds $(SECONDS))
+
+gpu-kernels: $(VENV)/.installed-dev
+	$(BIN)/python -m kernels.triton.compiled $(ARGS)
 
 bench: $(VENV)/.installed-all
 	@$(BIN)/headrace bench $(ARGS)
