@@ -60,6 +60,7 @@ def examine() -> Iterator[Finding]:
     yield from check_nats_server()
     yield from check_torch()
     yield from check_cpu_kernels()
+    yield from check_gpu_kernels()
     yield from check_model_cache()
     yield from check_ports()
 
@@ -141,6 +142,27 @@ def check_cpu_kernels() -> Iterator[Finding]:
         yield Finding("ok", "kernels", f"C++ for the CPU, {found.isa} of {', '.join(ISAS)}")
     else:
         yield Finding("note", "kernels", f"no C++ kernels for the CPU: {found.reason}")
+
+
+def check_gpu_kernels() -> Iterator[Finding]:
+    """What is installed for GPUs, and of what use it is on the first one."""
+    try:
+        import torch
+
+        from kernels import choice
+        from kernels.flash.libraries import installed
+    except ImportError:
+        return  # said of torch already
+    compute = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+    version = choice.triton_version()
+    if version:
+        yield Finding("ok", "kernels", f"Triton {version} for GPUs{'' if compute else ', of which there is none here'}")
+    elif compute:
+        yield Finding("note", "kernels", "no Triton: a GPU is served slowly (pip install triton)")
+    machine = choice.Machine("cuda", compute or (0, 0), version, dict(installed()))
+    for foreign in choice.libraries(machine):
+        use = choice.usefulness(foreign) if compute else "there is no GPU here"
+        yield Finding("ok" if "serves" in use else "note", "kernels", f"{foreign.name}: {use}")
 
 
 def check_model_cache() -> Iterator[Finding]:

@@ -286,9 +286,10 @@ def _words(use: Use, name: str, times: Mapping[str, float], refused: Mapping[str
     return f"{use.value} by {name}" + (f" ({', '.join(beside)})" if beside else "")
 
 
-def usefulness(library: Library, geometry: Geometry, dtype: torch.dtype) -> str:
-    """What a library could be used for on its card, in words."""
-    refused = {use: library.refusal(use, geometry, dtype, dtype) for use in Use}
+def usefulness(library: Library, block_size: int = 16) -> str:
+    """What a library could be used for on its card with a usual model, in words."""
+    usual = Geometry(32, 8, 128, block_size)
+    refused = {use: library.refusal(use, usual, torch.bfloat16, torch.bfloat16) for use in Use}
     served = [use.value for use in Use if not refused[use]]
     return "; ".join([f"serves {', '.join(served)}"] * bool(served) + sorted(set(filter(None, refused.values()))))
 

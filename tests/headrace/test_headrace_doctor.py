@@ -9,9 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from headrace import doctor
+from kernels import choice
 from kernels.cpu import library
+from kernels.flash import libraries
 
 
 def installed(folder: Path, name: str, files: list[str]) -> importlib.metadata.Distribution:
@@ -84,6 +87,25 @@ def test_the_kernels_for_the_cpu_are_named(monkeypatch: pytest.MonkeyPatch) -> N
         (finding,) = doctor.check_cpu_kernels()
         assert (finding.level, finding.subject) == (level, "kernels")
         assert text in finding.text
+
+
+def test_the_kernels_for_gpus_are_named_with_their_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "triton_version", lambda: "3.6.0")
+    monkeypatch.setattr(libraries, "installed", lambda: iter([(2, "2.8.3")]))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert [(finding.level, finding.text) for finding in doctor.check_gpu_kernels()] == [
+        ("ok", "Triton 3.6.0 for GPUs, of which there is none here"),
+        ("note", "flash-attn 2.8.3: there is no GPU here"),
+    ]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    assert [(finding.level, finding.text) for finding in doctor.check_gpu_kernels()] == [
+        ("ok", "Triton 3.6.0 for GPUs"),
+        ("ok", "flash-attn 2.8.3: serves fresh prompts; its pages hold a multiple of 256 tokens, not 16"),
+    ]
+    monkeypatch.setattr(choice, "triton_version", lambda: "")
+    monkeypatch.setattr(libraries, "installed", lambda: iter([]))
+    assert [finding.level for finding in doctor.check_gpu_kernels()] == ["note"]
 
 
 def test_a_cache_that_cannot_be_written_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

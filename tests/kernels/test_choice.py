@@ -250,11 +250,12 @@ def test_without_memory_to_measure_in_there_is_a_choice_all_the_same() -> None:
 
 
 def test_what_a_library_is_of_use_for_is_told_in_words() -> None:
-    assert choice.usefulness(FlashAttn3("3", (9, 0)), LLAMA, BF16) == "serves fresh prompts, decode, chunks"
-    assert choice.usefulness(FlashAttn2("2", (9, 0)), LLAMA, BF16) == (
+    assert choice.usefulness(FlashAttn3("3", (9, 0))) == "serves fresh prompts, decode, chunks"
+    assert choice.usefulness(FlashAttn2("2", (9, 0))) == (
         "serves fresh prompts; its pages hold a multiple of 256 tokens, not 16"
     )
-    assert choice.usefulness(FlashAttn2("2", (7, 5)), LLAMA, BF16) == "it needs compute capability 8.0"
+    assert choice.usefulness(FlashAttn2("2", (9, 0)), 256) == "serves fresh prompts, decode, chunks"
+    assert choice.usefulness(FlashAttn2("2", (7, 5))) == "it needs compute capability 8.0"
 
 
 def test_time_is_bounded_and_medians_are_taken_in_turns() -> None:
@@ -323,9 +324,9 @@ def test_what_a_cpu_cannot_run_is_refused(backend: str) -> None:
 
 
 def test_where_nothing_serves_all_reasons_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choice, "this_machine", lambda device: NO_CPP)
-    with pytest.raises(Refused, match="cpu: it is not built; torch: its pages hold"):
-        choose(SMALL, FULL, F32, INT8, CPU)
+    monkeypatch.setattr(choice, "this_machine", lambda device: BARE)
+    with pytest.raises(Refused, match="triton: triton is not installed; torch: on a GPU its bits depend"):
+        choose(SMALL, FULL, F32, F32, CPU, batch_invariant=True)
 
 
 def test_without_triton_a_gpu_is_served_slowly(
