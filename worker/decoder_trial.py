@@ -104,7 +104,8 @@ def cutting(module: Any, layers: Sequence[int]) -> Any:
     tokens = trial_tokens(base.embed_tokens.num_embeddings)
     embedding = nn.Embedding(TRIAL_TOKENS, base.embed_tokens.embedding_dim, _weight=base.embed_tokens.weight[tokens])
     small_head = nn.Linear(1, 1, bias=False)
-    small_head.weight = nn.Parameter(head.weight[tokens], requires_grad=False)
+    rows = tokens % len(head.weight)  # a rank may have a part of it
+    small_head.weight = nn.Parameter(head.weight[rows], requires_grad=False)
     known: dict[int, Any] = {id(base.embed_tokens): embedding, id(head): small_head, id(base.layers): nn.ModuleList()}
     small = copy.deepcopy(module, known)
     small.base_model.layers = nn.ModuleList(copy.deepcopy(base.layers[index]) for index in layers)

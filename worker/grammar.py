@@ -22,6 +22,7 @@ import numpy.typing as npt
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from shared.grammar import ENGINE_LIMITS, GrammarError, decode_grammar, engine_text
+from worker.parallel.ranks import mine
 
 log = logging.getLogger("headrace.worker.grammar")
 
@@ -30,6 +31,9 @@ COMPILE_WAIT_S = 2.0
 
 TRIE_WAIT_S = 30.0
 """Nor longer for the tokenizer's trie, which is made once, while the worker starts."""
+
+FOLLOWER_WAIT_S = 50.0
+"""For either, on a rank that follows: where rank 0 has lost patience, no token of this one's counts."""
 
 KEPT_GRAMMARS = 64
 """Compiled grammars that are kept for the next sequence with the same one (choices, resumes, one schema for all)."""
@@ -62,6 +66,8 @@ class Grammars:
         self._tokenizer: Future[LLTokenizer] | None = None
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
         self._deadline = 0.0  # of the step that runs, in monotonic seconds
+        ranks = mine()
+        self._follows = ranks is not None and ranks.rank > 0
         self._limits = LLParserLimits(**ENGINE_LIMITS)  # type: ignore[arg-type]
 
     def warm(self) -> None:
@@ -72,14 +78,14 @@ class Grammars:
 
     def begin_step(self) -> None:
         """From here on the step may wait for COMPILE_WAIT_S."""
-        self._deadline = time.monotonic() + COMPILE_WAIT_S
+        self._deadline = time.monotonic() + (FOLLOWER_WAIT_S if self._follows else COMPILE_WAIT_S)
 
     def wait_for(self, compiling: Future[LLMatcher]) -> LLMatcher:
         """What has been compiled, as long as the step may wait. Raises GrammarError."""
         assert self._tokenizer is not None
         try:
             if not self._tokenizer.done():
-                self._tokenizer.exception(TRIE_WAIT_S)
+                self._tokenizer.exception(FOLLOWER_WAIT_S if self._follows else TRIE_WAIT_S)
                 self.begin_step()
             return compiling.result(max(0.0, self._deadline - time.monotonic()))
         except TimeoutError:

@@ -167,8 +167,8 @@ class WorkerService:
         """On the step loop's thread: encode, then hand over to the event loop."""
         plan = executed.plan
         if executed.fault:
-            if self._followers is not None and not executed.skipped:
-                self._followers.failed(plan.epoch, plan.step, executed.fault)
+            if self._followers is not None and self._followers.ended_by(plan.epoch, plan.step, executed.fault):
+                return  # the worker ends: one loss, not a fault and then another
             fault = WorkerFault(plan.epoch, self._name, self._incarnation, plan.step, executed.fault)
             self._event_loop.call_soon_threadsafe(self._send_fault, executed, encode(fault))
             return

@@ -39,7 +39,7 @@ class LeadingBatch(Batch):
         self._crew = crew
         self._staged: deque[tuple[int, int]] = deque()  # (epoch, step)
         self._outcomes: list[Outcome] = []
-        self.handed_on: tuple[int, int] | None = None  # (epoch, step) of the last plan
+        self.handed_on: deque[tuple[int, int]] = deque(maxlen=8)  # (epoch, step) of the last plans
 
     def stage(self, plan: StepPlan) -> Step:
         self._crew.check()
@@ -47,7 +47,7 @@ class LeadingBatch(Batch):
         self._staged.append((plan.epoch, plan.step))
         outcomes, self._outcomes = self._outcomes, []
         skipped = [run.slot.index for run in step.runs if not run.staged]
-        self.handed_on = plan.epoch, plan.step
+        self.handed_on.append((plan.epoch, plan.step))
         self._crew.tell(Order(plan, skipped, outcomes))
         self._crew.check()
         return step

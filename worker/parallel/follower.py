@@ -60,19 +60,19 @@ class _Follower:
     def _load(self) -> None:
         import_torch(one_process=False)
         from worker.model import device_of
-        from worker.parallel.load import load_part
+        from worker.parallel.load import load_part, wants_invariance
         from worker.parallel.ranks import Ranks, join, reach_store
 
         size = self._setup.size
         kind = device_of(self._config.device).type
-        ranks = Ranks(self._setup.rank, size, self._smallest, kind)
+        ranks = Ranks(self._setup.rank, size, self._smallest, wants_invariance(self._config, kind))
         join(ranks, reach_store(self._setup.store_port, size), kind)
         runner = load_part(self._config)
         self._batch = FollowingBatch(runner.capacity, self._fail)
         self._loop = StepLoop(runner, self._batch, lambda _: True, self._executed, lambda *_: None)
         self._channel.send(Ready())
         self._wait_for(Ready)
-        ranks.begin_steps()
+        ranks.begin_steps(kind)
         self._loop.start()
 
     def _smallest(self, count: int) -> int:

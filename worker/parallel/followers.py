@@ -92,12 +92,13 @@ class Followers:
         if self.fault:
             raise ServiceFault(self.fault)
 
-    def failed(self, epoch: int, step: int, reason: str) -> None:
-        """A step of this rank failed. Once it was handed on, the others wait in it for this one."""
-        if self._batch is not None and self._batch.handed_on == (epoch, step):
+    def ended_by(self, epoch: int, step: int, reason: str) -> bool:
+        """Whether the worker ends because a step of this rank failed: once that was handed on, others wait in it."""
+        if not self.fault and self._batch is not None and (epoch, step) in self._batch.handed_on:
             with self._changed:
                 self._changed.wait_for(lambda: self.fault, LAST_WORD_S)
             self._lose(f"step {step} failed on rank 0: {reason}", startup=False)
+        return bool(self.fault)
 
     def smallest(self, count: int) -> int:
         """See :class:`worker.parallel.ranks.Ranks`."""

@@ -12,11 +12,11 @@ from observability.startup import start_up
 from shared.config import size_bytes
 from shared.lifecycle import StartupError
 from worker.config import WorkerConfig
+from worker.loading import load_model_runner
 from worker.model import device_of
 from worker.parallel.followers import Followers
 from worker.parallel.ranks import Ranks, join, mine, serve_store
 from worker.runner import Runner
-from worker.torch_runner import load_torch_runner
 
 GPUS = "CUDA_VISIBLE_DEVICES"
 
@@ -36,14 +36,14 @@ def load_over_ranks(config: WorkerConfig, thread_name: str) -> tuple[Runner, Fol
         raise StartupError(f"tensor-parallel is {size}, and there {'is 1 GPU' if count == 1 else f'are {count} GPUs'}")
     store = serve_store(size)
     followers = Followers(config, lambda rank: _visible(kind, rank), store.port)
-    ranks = Ranks(0, size, followers.smallest, kind)
+    ranks = Ranks(0, size, followers.smallest, wants_invariance(config, kind))
 
     def load() -> Runner:
         join(ranks, store, kind)
         start_up.ended("ranks")
         runner = load_part(config)
         followers.ready()
-        ranks.begin_steps()
+        ranks.begin_steps(kind)
         return runner
 
     try:
@@ -64,7 +64,12 @@ def load_part(config: WorkerConfig) -> Runner:
         kv_cache_memory=str(size_bytes(config.kv_cache_memory) // ranks.size),
         swap_space=str(size_bytes(config.swap_space) // ranks.size),
     )
-    return load_torch_runner(share)
+    return load_model_runner(share)
+
+
+def wants_invariance(config: WorkerConfig, device_type: str) -> bool:
+    """Whether sums over ranks must not depend on a row's company: on a GPU that costs time, and is asked for."""
+    return device_type == "cpu" or config.batch_invariant
 
 
 def _visible(device_type: str, rank: int) -> Mapping[str, str]:

@@ -22,25 +22,37 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 
 
 class Ranks:
-    """This process's place among the ranks of a worker. ``smallest(n)`` is the least of what the ranks call it with."""
+    """This process's place among the ranks of a worker.
 
-    def __init__(self, rank: int, size: int, smallest: Callable[[int], int], device_type: str) -> None:
+    ``smallest(n)`` is the least of what the ranks call it with, each as often as the others. With ``invariant``, a
+    row's sums have the same bits whatever rows stand beside it.
+    """
+
+    def __init__(self, rank: int, size: int, smallest: Callable[[int], int], invariant: bool) -> None:
         self.rank = rank
         self.size = size
         self.smallest = smallest
-        # Two addends have one sum. Of more, libraries choose the order by an element's place in the message, so that a
-        # row's bits would depend on the rows beside it; on a CPU that is not worth the little that it saves.
-        self.in_order = device_type == "cpu" and size > 2
+        # Two addends have one sum. Of more, libraries choose the order by an element's place in the message.
+        self._in_order = invariant and size > 2
         self._group: Any = None  # None: torch's default one
 
-    def begin_steps(self) -> None:
+    def __deepcopy__(self, memo: object) -> Ranks:
+        """A copy of a model's part is of the same rank."""
+        return self
+
+    def all_agree(self, yes: bool) -> bool:
+        """Whether every rank says so. Called by each, as often as by the others."""
+        return self.smallest(int(yes)) == 1
+
+    def begin_steps(self, device_type: str) -> None:
         """From here on no collective waits longer than STEP_TIMEOUT. Every rank calls it."""
         self._group = dist.new_group(timeout=STEP_TIMEOUT)
+        self.all_reduce(torch.zeros(1, device=device_type))  # while a graph is captured, it can't connect
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of the ranks' ``x``, the same bits on each; may overwrite ``x``."""
         x = x.contiguous()
-        if not self.in_order:
+        if not self._in_order:
             dist.all_reduce(x, group=self._group)
             return x
         parts = x.new_empty((self.size, *x.shape))

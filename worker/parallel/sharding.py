@@ -148,11 +148,11 @@ def take_part(model: Any, division: Division, ranks: Ranks) -> None:
         if style is None:
             continue
         if style in _KEY_VALUE:
-            _cut(part, ranks.rank * division.kv_heads // ranks.size, division.kv_heads, copy=True)
+            _cut(part, ranks.rank * division.kv_heads // ranks.size, division.kv_heads)
         elif style in _GATHERED:
             width = part.out_features
             if name == division.head_module:
-                _cut(part, ranks.rank, ranks.size, copy=part.weight is not model.get_input_embeddings().weight)
+                _cut(part, ranks.rank, ranks.size)
             part.register_forward_hook(_Gather(ranks, width))
         elif style in (*_ROWS, _ROWS_OF_WHOLE):
             if ranks.rank:
@@ -163,14 +163,14 @@ def take_part(model: Any, division: Division, ranks: Ranks) -> None:
         elif style == _SUMMED:
             part.register_forward_hook(_Sum(ranks))
         if isinstance(part, nn.Linear):
-            part.out_features, part.in_features = part.weight.shape
+            part.in_features = part.weight.shape[1]
+            if style not in _GATHERED:
+                part.out_features = part.weight.shape[0]
 
 
-def _cut(linear: Any, place: int, parts: int, copy: bool) -> None:
-    """Leave a linear layer part ``place`` of its outputs; where they are no multiple, the last ends with zeros.
-
-    With ``copy``, the memory of the whole is given back.
-    """
+def _cut(linear: Any, place: int, parts: int) -> None:
+    """Leave a linear layer a copy of part ``place`` of its outputs; where they are no multiple, the last ends with
+    zeros."""
     width = -(-linear.out_features // parts)
     for key in ("weight", "bias"):
         whole = linear._parameters.get(key)
@@ -179,9 +179,7 @@ def _cut(linear: Any, place: int, parts: int, copy: bool) -> None:
         part = whole[place * width : (place + 1) * width]
         if len(part) < width:
             part = torch.cat([part, part.new_zeros((width - len(part), *part.shape[1:]))])
-        elif copy:
-            part = part.clone()
-        linear._parameters[key] = nn.Parameter(part, requires_grad=False)
+        linear._parameters[key] = nn.Parameter(part.clone(), requires_grad=False)
 
 
 class _Gather:

@@ -35,9 +35,9 @@ def main() -> None:
     store = serve_store(size) if rank == 0 else reach_store(port, size)
     if rank == 0:
         print(store.port, flush=True)
-    ranks = Ranks(rank, size, lambda count: count, "cpu")
+    ranks = Ranks(rank, size, lambda count: count, invariant=True)
     join(ranks, store, "cpu")
-    ranks.begin_steps()
+    ranks.begin_steps("cpu")
     answers: list[object] = []
     for folder in sys.argv[4:]:
         try:

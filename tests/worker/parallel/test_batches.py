@@ -138,7 +138,7 @@ def test_a_grammar_that_fails_on_rank_0_fails_everywhere(pair: Pair) -> None:
 def test_a_plan_that_fits_no_batch_is_handed_to_nobody(pair: Pair) -> None:
     with pytest.raises(PlanError):
         pair.leading.stage(plan(1, decodes=[3]))
-    assert not pair.crew.told and pair.leading.handed_on is None
+    assert not pair.crew.told and not pair.leading.handed_on
     pair.leading.clear()
     assert pair.crew.told == [Clear()]
 
