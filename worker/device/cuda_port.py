@@ -1,0 +1,88 @@
+"""The port to a CUDA device. Steps run on its default stream, like whatever else torch does there."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from typing import Any
+from weakref import WeakSet
+
+import torch
+
+from worker.device.port import Event, Graph
+
+
+class CudaPort:
+    """Implements :class:`~worker.device.port.Port`. One thread launches; others may look at events."""
+
+    out_of_memory: type[Exception] = torch.cuda.OutOfMemoryError
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._step = torch.cuda.default_stream(device)
+        self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._graph_memory: Any = None  # one pool for all graphs: they never run at once
+        self._graphs: WeakSet[_CudaGraph] = WeakSet()
+
+    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
+
+    @torch.inference_mode()
+    def run(self, work: Callable[[], object], *, aside: bool = False) -> None:
+        with torch.cuda.stream(self._side if aside else self._step):  # and its device
+            work()
+
+    def record(self, *, aside: bool = False) -> Event:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(self._side if aside else self._step)
+        return _CudaEvent(event)
+
+    def wait(self, event: Event, *, aside: bool = False) -> None:
+        assert isinstance(event, _CudaEvent)
+        (self._side if aside else self._step).wait_event(event.event)
+
+    def elapsed_us(self, first: Event, last: Event) -> int:
+        assert isinstance(first, _CudaEvent) and isinstance(last, _CudaEvent)
+        return int(1000 * first.event.elapsed_time(last.event))
+
+    @torch.inference_mode()
+    def capture(self, work: Callable[[], object]) -> Graph:
+        with torch.cuda.device(self.device):
+            if not self._graphs:  # a pool goes with the last of its graphs
+                self._graph_memory = torch.cuda.graph_pool_handle()
+            graph = torch.cuda.CUDAGraph()
+            # Other threads of the process (a collective library's watchdog) may go on with calls of their own.
+            with torch.cuda.graph(graph, pool=self._graph_memory, capture_error_mode="thread_local"):
+                work()
+        captured = _CudaGraph(graph)
+        self._graphs.add(captured)
+        return captured
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.device)
+
+    def give_back(self) -> None:
+        gc.collect()
+        torch.cuda.empty_cache()
+
+    def reserved(self) -> int:
+        return torch.cuda.memory_reserved(self.device)
+
+
+class _CudaGraph:
+    def __init__(self, graph: torch.cuda.CUDAGraph) -> None:
+        self._graph = graph
+
+    def replay(self) -> None:
+        self._graph.replay()
+
+
+class _CudaEvent:
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self.event = event
+
+    def done(self) -> bool:
+        return bool(self.event.query())  # type: ignore[no-untyped-call]
+
+    def wait(self) -> None:
+        self.event.synchronize()
