@@ -137,3 +137,46 @@ def test_padding_rows_run_on_ended_slots_too() -> None:
     made.settle(made.stage(first), Sampled([9]))
     rows = made.stage(plan(padding=[(0, 1)])).rows
     assert rows[0].padding and not rows[0].sample and rows[0].count == 1
+
+
+def test_the_next_step_is_staged_before_the_tokens_of_the_last_one_are_there() -> None:
+    made = batch()
+    first = made.stage(plan(starts=[start(0), start(1)], chunks=[(0, 5), (1, 5)]))
+    ahead = made.stage(plan(decodes=[0, 1]))
+    assert [(row.start, row.count, row.sample) for row in ahead.rows] == [(5, 1, True), (5, 1, True)]
+    assert made.slots[0].pending == 2 and made.slots[0].computed == 6
+    assert made.settle(first, Sampled([9, 3])).tokens == [9, 3]
+    settled = made.settle(ahead, Sampled([7, 4]))  # the row of slot 0 ran in vain
+    assert settled.tokens == [-1, 4] and [entry.tokens for _, entry in settled.entries] == [[4]]
+    assert made.slots[0].tokens == [*range(5), 9] and made.slots[1].tokens == [*range(5), 3, 4]
+    assert not made.slots[0].pending and not made.slots[1].pending
+
+
+def test_tokens_go_to_the_sequence_that_ran_and_not_to_the_next_one_in_its_slot() -> None:
+    made = batch()
+    first = made.stage(plan(starts=[start(0)], chunks=[(0, 5)]))
+    other = SlotStart(0, "other", 1, 0, "g", pack_tokens([1, 2, 3]), 3, [9], Sampling(1, 4))
+    second = made.stage(plan(drops=[0], starts=[other], chunks=[(0, 3)]))
+    [(_, entry)] = made.settle(first, Sampled([8])).entries
+    assert entry.request_id == "r0" and entry.tokens == [8]
+    [(_, entry)] = made.settle(second, Sampled([7])).entries
+    assert entry.request_id == "other" and made.slots[0].tokens == [1, 2, 3, 7]
+
+
+def test_what_adds_to_tokens_that_are_not_there_waits_for_them() -> None:
+    made = batch()
+    step = made.stage(plan(starts=[start(0)], chunks=[(0, 5)]))
+    fork = SlotStart(1, "r0", 1, 1, "g", b"", 5, [], Sampling(1, 4), computed=6, parent=0)
+    assert made.must_settle(plan(feeds=[(0, 3)])) and made.must_settle(plan(starts=[fork]))
+    assert not made.must_settle(plan(decodes=[0])) and not made.must_settle(plan(starts=[start(2)]))
+    made.settle(step, Sampled([3]))
+    assert not made.must_settle(plan(starts=[fork], decodes=[0]))
+
+
+def test_the_tables_that_have_changed_are_known_until_somebody_took_them() -> None:
+    made = batch()
+    made.stage(plan(starts=[start(0)], chunks=[(0, 5)]))
+    assert made.changed == {0: 0}
+    made.changed.clear()
+    made.stage(plan(pages=[(0, [7])], copies=[(2, 9)], replaces=[(0, 1, 9)]))
+    assert made.changed == {0: 1} and list(made.tables[0, :3]) == [1, 9, 7]
