@@ -9,7 +9,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from prometheus_client import CollectorRegistry
@@ -79,7 +79,10 @@ def load(config: WorkerConfig) -> Loaded:
     return Loaded(*load_over_ranks(config, LOADER))
 
 
-def _load_in_background(config: WorkerConfig) -> asyncio.Future[Loaded]:
+Load = Callable[[WorkerConfig], Loaded]
+
+
+def _load_in_background(config: WorkerConfig, load: Load) -> asyncio.Future[Loaded]:
     """Load on a daemon thread: one that is told to stop meanwhile need not load to the end first."""
     loop = asyncio.get_running_loop()
     loaded: asyncio.Future[Loaded] = loop.create_future()
@@ -106,7 +109,7 @@ def _load_in_background(config: WorkerConfig) -> asyncio.Future[Loaded]:
     return loaded
 
 
-async def serve(config: WorkerConfig, stop: asyncio.Event) -> None:
+async def serve(config: WorkerConfig, stop: asyncio.Event, load: Load = load) -> None:
     name = config.worker_id or new_process_id("worker")
     registry = CollectorRegistry()
     metrics = WorkerMetrics(registry, model_name(config.model, config.served_model_name))
@@ -118,7 +121,7 @@ async def serve(config: WorkerConfig, stop: asyncio.Event) -> None:
         start_up.ended("bus")
         async with asyncio.TaskGroup() as group:
             serving = group.create_task(service.run(stop))
-            loading = _load_in_background(config)
+            loading = _load_in_background(config, load)
             stopped = group.create_task(stop.wait())
             waiting: list[asyncio.Future[Any]] = [loading, stopped]
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -133,11 +136,12 @@ async def serve(config: WorkerConfig, stop: asyncio.Event) -> None:
             stopped.cancel()
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, load: Load = load) -> int:
+    """``load``: what makes the runner, if not what the options ask for."""
     config = parse_service(WorkerConfig, "worker", "headrace worker", argv)
     setup_logging("worker", config.log_level)
     start_up.ended("imports")
-    code = run(lambda stop: serve(config, stop))
+    code = run(lambda stop: serve(config, stop, load))
     _leave_threads_behind(code)
     return code
 
