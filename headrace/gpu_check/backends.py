@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from headrace.gpu_check.rig import Rig
 from kernels.contract import DeviceKernel, Geometry
+from kernels.flash.attention import FlashAttention
+from kernels.flash.libraries import GENERATIONS, Library, installed
+from kernels.flash.parts import Use
 
 REHEARSED_SMS = 4
 """Multiprocessors that a rehearsal pretends to have."""
@@ -73,7 +78,8 @@ def _ours(rig: Rig) -> Iterator[Kind]:
     served = rig.dtype
     yield triton_kind(rig, served)
     yield triton_kind(rig, served, invariant=True)
-    yield triton_kind(rig, served, torch.float8_e4m3fn, brief=True)
+    if not rig.rehearsal:  # the interpreter rounds fp8 wrongly
+        yield triton_kind(rig, served, torch.float8_e4m3fn, brief=True)
     yield triton_kind(rig, served, torch.int8, brief=True)
     for other in (torch.float16, torch.float32):
         if other != served and not rig.rehearsal:
@@ -81,4 +87,40 @@ def _ours(rig: Rig) -> Iterator[Kind]:
 
 
 def _with_libraries(rig: Rig) -> Iterator[Kind]:
-    return iter(())
+    """Each installed flash-attn for all that it can serve, beside ours. Its calls are counted."""
+    if rig.rehearsal:
+        return
+    for number, version in installed():
+        yield _library_kind(rig, GENERATIONS[number], version)
+
+
+def _library_kind(rig: Rig, generation: type[Library], version: str) -> Kind:
+    counted = _Counted(generation.module)
+    library = generation(version, capability(rig), counted)
+    paged = triton_kind(rig, rig.dtype)
+
+    def make(geometry: Geometry) -> DeviceKernel:
+        refused = {use: library.refusal(use, geometry, rig.dtype, rig.dtype) for use in Use}
+        served: dict[Use, Library] = {use: library for use in Use if not refused[use]}
+        if not served:
+            raise Refused("; ".join(f"{use.value}: {reason}" for use, reason in refused.items()))
+        return FlashAttention(geometry, rig.dtype, rig.device, paged.make(geometry), served)
+
+    return Kind(f"triton + {library.name}", rig.dtype, rig.dtype, make, lambda: counted.calls)
+
+
+class _Counted:
+    """A library's module whose functions are counted as they are called."""
+
+    def __init__(self, module: str) -> None:
+        self.calls = 0
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        function = getattr(importlib.import_module(self._module), name)
+
+        def counting(*args: Any, **kwargs: Any) -> Any:
+            self.calls += 1
+            return function(*args, **kwargs)
+
+        return counting

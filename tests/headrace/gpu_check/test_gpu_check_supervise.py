@@ -148,9 +148,7 @@ def test_a_process_that_is_not_fit_for_more_is_replaced() -> None:
         ([CHECK, {"end": FAILED, "note": "OutOfMemoryError"}], FAILED, 1),
     ],
 )
-def test_the_exit_code_is_that_of_the_correctness_stages(
-    events: list[dict[str, Any]], state: str, code: int
-) -> None:
+def test_the_exit_code_is_that_of_the_correctness_stages(events: list[dict[str, Any]], state: str, code: int) -> None:
     run = Run({"contract": events}, ["contract", "kernels"])
     assert run.state("contract") == state
     assert run.document.exit_code == code
