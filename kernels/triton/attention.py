@@ -13,7 +13,7 @@ from kernels.contract import DeviceBatch, Geometry, LayerAttention, LayerCache, 
 from kernels.device_batch import on_device
 from kernels.device_pages import allocate
 from kernels.triton.attention_kernel import merge_pieces, paged_attention
-from kernels.triton.attention_shapes import Launch, launches, power_of_two
+from kernels.triton.attention_shapes import MERGED_ROWS, MERGING_WARPS, Launch, launches, power_of_two
 from kernels.triton.cache import write_pages
 from kernels.triton.launching import INTERPRETED, unit_stride
 
@@ -171,7 +171,7 @@ class TritonAttention:
             num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
         if one.partials is not None:
-            merge_pieces[(programs, launch.queries * g.group)](
+            merge_pieces[(programs, -(-launch.queries * g.group // MERGED_ROWS))](
                 out, one.partials, one.sums, layer.sinks, batch.query_start, batch.visible, batch.num_sequences,
-                layer.window, *bounds, **sizes, num_warps=1,
+                layer.window, *bounds, ROWS=MERGED_ROWS, **sizes, num_warps=MERGING_WARPS,
             )  # fmt: skip

@@ -246,34 +246,36 @@ def paged_attention(  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=["sequences", "window", "fewest", "most", "splits", "piece_tiles", "slots"])
 def merge_pieces(  # type: ignore[no-untyped-def]
     out, partials, sums, sinks, query_start, visible, sequences, window, fewest, most, splits, piece_tiles, slots,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, QUERIES: tl.constexpr,
-    TILE: tl.constexpr, SEARCH: tl.constexpr, FIXED: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+    QUERIES: tl.constexpr, TILE: tl.constexpr, SEARCH: tl.constexpr, FIXED: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (blocks * KV_HEADS, QUERIES * group). One row's pieces, in their order."""
+    """Grid: (blocks * KV_HEADS, QUERIES * group / ROWS, rounded up). Rows' pieces, in their order."""
     GROUP: tl.constexpr = HEADS // KV_HEADS
     program = tl.program_id(0)
-    row = tl.program_id(1)
+    first_row = tl.program_id(1) * ROWS
     sequence, first = _locate(query_start, program // KV_HEADS, sequences, QUERIES, SEARCH)
     start = tl.load(query_start + sequence)
     count = tl.load(query_start + sequence + 1) - start
-    local = first + row // GROUP
-    if (count < fewest) | (count > most) | (local >= count):
+    if (count < fewest) | (count > most) | (first + first_row // GROUP >= count):
         return
+    row = first_row + tl.arange(0, ROWS)
+    local = first + row // GROUP
+    inside = (row < QUERIES * GROUP) & (local < count)
     end_key = tl.load(visible + start + tl.minimum(first + QUERIES, count) - 1)
     first_key = 0
     if window is not None:
         first_key = tl.maximum(tl.load(visible + start + first) - window, 0)
     _, _, pieces = _pieces(first_key // TILE, tl.cdiv(end_key, TILE), splits, piece_tiles, FIXED)
-    one = tl.arange(0, 1)
     dim = tl.arange(0, WIDTH)
-    acc = tl.zeros([1, WIDTH], tl.float32)
-    top = tl.full([1], float("-inf"), tl.float32)
-    total = tl.zeros([1], tl.float32)
+    acc = tl.zeros([ROWS, WIDTH], tl.float32)
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
     base = program.to(tl.int64) * slots
     for piece in tl.range(0, pieces, loop_unroll_factor=4):
-        at = (base + piece) * (QUERIES * GROUP) + row + one
-        more = tl.load(partials + at[:, None] * WIDTH + dim[None, :])
-        acc, top, total = _merge(acc, top, total, more, tl.load(sums + at * 2), tl.load(sums + at * 2 + 1))
-    token = start + local + one
-    head = (program % KV_HEADS) * GROUP + row % GROUP + one
-    _store(out, acc, top, total, sinks, token, head, one == 0, HEADS, HEAD_DIM, WIDTH)
+        at = (base + piece) * (QUERIES * GROUP) + row
+        more = tl.load(partials + at[:, None] * WIDTH + dim[None, :], mask=inside[:, None], other=0.0)
+        more_top = tl.load(sums + at * 2, mask=inside, other=float("-inf"))
+        more_total = tl.load(sums + at * 2 + 1, mask=inside, other=0.0)
+        acc, top, total = _merge(acc, top, total, more, more_top, more_total)
+    head = (program % KV_HEADS) * GROUP + row % GROUP
+    _store(out, acc, top, total, sinks, start + local, head, inside, HEADS, HEAD_DIM, WIDTH)

@@ -27,6 +27,9 @@ MOST_PROGRAMS_PER_SM = 6
 """Of a grid that is split: its bounds may be far above what there is to do, and a program that finds nothing to do
 still waits for its place and for two reads."""
 
+MERGED_ROWS, MERGING_WARPS = 16, 4
+"""Of a program of the second pass."""
+
 
 def power_of_two(least: int) -> int:
     """The smallest power of two that is not less."""
@@ -63,7 +66,7 @@ def chunk_tile(geometry: Geometry, compute_bytes: int, max_query: int) -> Tile:
     most = (32 if compute_bytes == 4 else 128) // (1 if width <= 128 else 2)
     rows = max(16, power_of_two(geometry.group), min(most, power_of_two(max_query * geometry.group)))
     if compute_bytes == 4:
-        return Tile(rows, 32 if width <= 128 else 16, 4, 2)
+        return Tile(rows, 32 if width <= 128 else 16, 8, 2)
     return Tile(rows, 64 if width <= 128 else 32, 8 if rows >= 128 else 4, 2)
 
 

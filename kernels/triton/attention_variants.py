@@ -6,7 +6,15 @@ from typing import Any
 
 from kernels.contract import Geometry
 from kernels.triton.attention_kernel import merge_pieces, paged_attention
-from kernels.triton.attention_shapes import Tile, chunk_tile, decode_tile, invariant_tile, power_of_two
+from kernels.triton.attention_shapes import (
+    MERGED_ROWS,
+    MERGING_WARPS,
+    Tile,
+    chunk_tile,
+    decode_tile,
+    invariant_tile,
+    power_of_two,
+)
 from kernels.triton.variants import EVERY_ARCH, FP8_ARCHS, Variant
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8e4nv": 1, "i8": 1}
@@ -99,8 +107,13 @@ def _merge(geometry: Geometry, dtype: str, *, fixed: bool = False, sinks: bool =
         name=_name("merge", geometry, dtype, dtype, features),
         kernel=merge_pieces,
         signature=given,
-        constexprs={**({} if sinks else {"sinks": None}), "window": None, **_sizes(geometry, tile, False, fixed)},
-        num_warps=1,
+        constexprs={
+            **({} if sinks else {"sinks": None}),
+            "window": None,
+            "ROWS": MERGED_ROWS,
+            **_sizes(geometry, tile, False, fixed),
+        },
+        num_warps=MERGING_WARPS,
         max_registers=128,
         max_shared=8 << 10,
     )
