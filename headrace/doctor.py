@@ -158,7 +158,7 @@ def check_gpu_kernels() -> Iterator[Finding]:
     if version:
         yield Finding("ok", "kernels", f"Triton {version} for GPUs{'' if compute else ', of which there is none here'}")
     elif compute:
-        yield Finding("note", "kernels", "no Triton: a GPU is served slowly (pip install triton)")
+        yield Finding("note", "kernels", "no Triton, so no GPU worker (pip install triton)")
     machine = choice.Machine("cuda", compute or (0, 0), version, dict(installed()))
     for foreign in choice.libraries(machine):
         use = choice.usefulness(foreign) if compute else "there is no GPU here"

@@ -116,9 +116,7 @@ def refusal(backend: str, task: Task, machine: Machine) -> str:
             return f"its pages hold what it computes in, not {_name(task.storage)}"
         return machine.no_library or cpu_attention.refusal(task.geometry, task.dtype, torch.device("cpu"))
     if backend == "torch":
-        if task.batch_invariant and machine.device != "cpu":
-            return "on a GPU its bits depend on the batch"
-        return ""
+        return "" if machine.device == "cpu" else "it plans on the host, and steps on a GPU do not wait for that"
     if machine.device == "cpu":
         return "it runs on a GPU"
     if backend == "triton":
@@ -170,7 +168,7 @@ def choose(
 ) -> AttentionKernel:
     """The kernel that serves. Raises :class:`Refused` if the one that was asked for, or every one, can't.
 
-    ``kv_dtype``: of what pages hold. On a GPU it is a :class:`~kernels.contract.DeviceKernel`, but for ``torch``.
+    ``kv_dtype``: of what pages hold. On a GPU it is a :class:`~kernels.contract.DeviceKernel`.
     """
     task = Task(geometry, layers, dtype, kv_dtype, batch_invariant)
     machine = this_machine(device)
@@ -196,12 +194,10 @@ def _backend(task: Task, machine: Machine, requested: str) -> str:
         if reason := refusal(requested, task, machine):
             raise Refused(f"attention-backend {requested}: {reason}")
         return requested
-    wanted = ("cpu", "torch") if machine.device == "cpu" else ("triton", "torch")
+    wanted = ("cpu", "torch") if machine.device == "cpu" else ("triton",)
     refused = {backend: refusal(backend, task, machine) for backend in wanted}
-    for backend in wanted:
-        if not refused[backend]:
-            if backend == "torch" and machine.device != "cpu":
-                log.warning("attention by torch, slowly: triton can't serve this model: %s", refused["triton"])
+    for backend, reason in refused.items():
+        if not reason:
             return backend
     raise Refused("no attention kernel serves this model here: " + "; ".join(f"{b}: {r}" for b, r in refused.items()))
 

@@ -58,8 +58,8 @@ RULES = [
     ("cpu", task(Geometry(4, 4, 20, 16)), HERE, "multiple of 16"),
     ("torch", task(), HERE, ""),
     ("torch", task(batch_invariant=True), HERE, ""),
-    ("torch", task(), BARE, ""),
-    ("torch", task(batch_invariant=True), BARE, "depend on the batch"),
+    ("torch", task(storage=INT8), HERE, ""),
+    ("torch", task(), H200, "plans on the host"),
     ("cpu", task(storage=INT8), HERE, "not int8"),
     ("triton", task(), A100, ""),
     ("triton", task(dtype=F32), A100, ""),
@@ -323,15 +323,7 @@ def test_what_a_cpu_cannot_run_is_refused(backend: str) -> None:
         choose(SMALL, FULL, F32, F32, CPU, requested=backend)
 
 
-def test_where_nothing_serves_all_reasons_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_nothing_serves_there_are_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choice, "this_machine", lambda device: BARE)
-    with pytest.raises(Refused, match="triton: triton is not installed; torch: on a GPU its bits depend"):
-        choose(SMALL, FULL, F32, F32, CPU, batch_invariant=True)
-
-
-def test_without_triton_a_gpu_is_served_slowly(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(choice, "this_machine", lambda device: BARE)
-    assert isinstance(choose(SMALL, FULL, F32, F32, CPU), ReferenceAttention)
-    assert "slowly: triton can't serve this model: triton is not installed" in caplog.text
+    with pytest.raises(Refused, match=r"^no attention kernel serves this model here: triton: triton is not installed$"):
+        choose(SMALL, FULL, F32, F32, CPU)

@@ -273,9 +273,10 @@ def captured(batch: RaggedBatch, rows: int, junk: int) -> DeviceBatch:
 
 @pytest.mark.parametrize("generation", [2, 3, 4])
 def test_a_captured_decode_needs_nothing_of_the_host(generation: int) -> None:
-    """Sequences without queries lie anywhere, and behind the last query is junk."""
+    """Sequences without queries lie anywhere, with junk for a table, and behind the last query is junk."""
     asked = [Asked(1, 40), Asked(0, 3), Asked(1, 17), Asked(1, 1), Asked(0, 9)]
     step = Step(asked, Geometry(6, 2, 16, 256 if generation == 2 else 16))
+    step.batch.block_tables[[1, 4]] = 2**31 - 1
     flash, fake = library(generation)
     kernel = step.kernel(flash)
     batch = captured(step.batch, 5, 2**31 - 1)
