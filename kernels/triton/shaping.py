@@ -30,7 +30,7 @@ _COLUMNS = tl.constexpr(COLUMNS)
 def _allowed(line, bits, bans, token, vocabulary, words):  # type: ignore[no-untyped-def]
     """(what the grammar allows, what the ban leaves of that)"""
     number = tl.load(line + 1)
-    inside = (token < vocabulary) & (token // 32 < words) & (number >= 0)
+    inside = (token < vocabulary) & (token // 32 < tl.where(number < 0, 0, words))
     word = tl.load(bits + number.to(tl.int64) * words + token // 32, mask=inside, other=0)
     allowed = (number < 0) | (((word >> (token % 32)) & 1) != 0)
     left = allowed
