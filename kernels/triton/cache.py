@@ -127,20 +127,25 @@ def write_pages(cache: LayerCache, key: torch.Tensor, value: torch.Tensor, batch
 
 
 def _write_twin(cache: LayerCache, key: torch.Tensor, value: torch.Tensor, batch: DeviceBatch) -> None:
-    rows = int(batch.query_start[-1])
-    slots = batch.write_slots[:rows]
+    # Nothing is looked at on the host: it runs where a device's work is rehearsed. Padding leaves slot 0 as it is.
+    alive = torch.arange(len(key), device=key.device) < batch.query_start[-1]
+    slots = torch.where(alive, batch.write_slots, 0)
+
+    def put(target: torch.Tensor, new: torch.Tensor) -> None:
+        mine = alive.view(-1, *[1] * (new.dim() - 1))
+        target.index_copy_(0, slots, torch.where(mine, new, target[:1]))
+
     most = largest_written(key.dtype)
     for pages, scales, new, largest in (
         (cache.key, cache.key_scale, key, most[0]),
         (cache.value, cache.value_scale, value, most[1]),
     ):
-        clean = torch.nan_to_num(new[:rows].clamp(-largest, largest))
+        clean = torch.nan_to_num(new.clamp(-largest, largest))
         if scales is not None:
             clean, scale = quantize(clean, pages.dtype)
-            scales.flatten(0, 1).index_copy_(0, slots, scale)
+            put(scales.flatten(0, 1), scale)
         # as bytes: torch indexes no fp8
-        target = pages.flatten(0, 1).view(torch.uint8)
-        target.index_copy_(0, slots, clean.to(pages.dtype).contiguous().view(torch.uint8))
+        put(pages.flatten(0, 1).view(torch.uint8), clean.to(pages.dtype).contiguous().view(torch.uint8))
 
 
 SCALED = {"fp8": LARGEST_STORED[torch.float8_e4m3fn], "int8": LARGEST_STORED[torch.int8]}
