@@ -57,10 +57,10 @@ def load_runner(config: WorkerConfig) -> Runner:
         )
         return SimulatedRunner(capacity, StepTime(config.simulate_base_us, config.simulate_token_us))
     import_torch()
-    from worker.torch_runner import load_torch_runner
+    from worker.loading import load_model_runner
 
     start_up.ended("transformers")
-    return load_torch_runner(config)
+    return load_model_runner(config)
 
 
 class Loaded(NamedTuple):

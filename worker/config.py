@@ -23,7 +23,10 @@ class WorkerConfig(MeshConfig):
     )
     device: str = option("auto", "auto takes a GPU where there is one", choices=("auto", "cpu", "cuda"))
     quantize: str = option(
-        "none", "weights on a CPU: int8 halves what a step reads, and rounds them", choices=("none", "int8")
+        "none",
+        "weights in fewer bits, rounded: on a CPU int8, which halves what a step reads; on a GPU, through torchao, "
+        "int8, int4 (of groups) and fp8 (e4m3; activations too)",
+        choices=("none", "int8", "int4", "fp8"),
     )
     tensor_parallel: int = option(
         1, "GPUs of this machine that a model is divided over; KV blocks are of the one that has the fewest",
@@ -55,6 +58,10 @@ class WorkerConfig(MeshConfig):
     gpu_memory_utilization: float = option(
         0.9, "share of the GPU's memory for weights, activations and KV blocks", check=between(0.05, 1.0)
     )
+    max_batched_tokens: int = option(
+        8192, "tokens of one step on a GPU, at most: memory for so many is set aside, and the scheduler plans no more",
+        check=at_least(16),
+    )  # fmt: skip
     threads: int = option(0, "compute threads on a CPU; 0: as torch chooses", check=between(0, 1024))
     metrics_host: str = option("127.0.0.1", "address of the metrics listener")
     metrics_port: int = option(9402, "port of the metrics listener; 0: any free one", check=between(0, 65535))

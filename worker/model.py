@@ -106,6 +106,8 @@ def load_model(
     attention.register()
     experts.register()
     target = device_of(device)
+    if quantize not in ("none", "int8"):
+        raise StartupError(f"model {model!r} can't be quantised to {quantize} here: a CPU has int8")
     config = read_config(model)
     check_config(model, config)
     kind = dtype_of(dtype, target, library)

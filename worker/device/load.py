@@ -15,21 +15,60 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from kernels.contract import DeviceKernel, Geometry, LayerAttention
+from kernels.device_batch import on_device
 from kernels.triton.matmul import linear
+from observability.startup import start_up
+from shared.config import size_bytes
 from shared.lifecycle import StartupError
+from shared.messages import Capacity, Sampling
+from shared.model_name import model_name
 from worker import attention, experts
+from worker.admissible import check_config
+from worker.assembly import assemble
+from worker.attention_backend import attention_kernel
+from worker.batch import Batch, Row
+from worker.config import WorkerConfig
 from worker.decoder import NotThisShape, rotations
 from worker.decoder_trial import TRIAL_TOKENS
 from worker.device import quantize, trial
+from worker.device.cuda_port import CudaPort
 from worker.device.decoder import FusedDecoder, FusedWeights, fuse
+from worker.device.memory import CudaMemory, DeviceMemory, check_weights, largest_step, measure
 from worker.device.model import DeviceModel, ModuleModel, freeze_rotations, graph_tokens, replace_linears, waits
-from worker.model import LoadedModel, end_tokens, most_positions, run_trial
+from worker.device.port import Port, Uploads
+from worker.device.runner import DeviceRunner
+from worker.device.sampling import DeviceSampler, SamplingParams, host_params
+from worker.grammar import Grammars, load_engine_tokenizer
+from worker.kv_cache import bytes_per_token, pool_size_of_all, storage_dtype
+from worker.logprobs import MAX_ROWS, log_probabilities
+from worker.model import (
+    LoadedModel,
+    dtype_of,
+    end_tokens,
+    most_positions,
+    read_config,
+    read_weights,
+    run_trial,
+)
+from worker.parallel.ranks import mine
+from worker.sampling import SampleRow
+from worker.self_check import rows_keep_their_bits
 
 log = logging.getLogger("headrace.worker.device")
+
+GRAPH_BYTES = 1 << 30
+"""Of a device's memory, at most, for graphs."""
+
+GRAPH_SHARE = 32
+"""Nor are they given more than this part of it."""
+
+GRAPH_ROWS = 256
+"""Of the largest graph."""
 
 MakeKernel = Callable[[Geometry, Sequence[LayerAttention], torch.dtype], DeviceKernel]
 
@@ -83,7 +122,12 @@ def prepare(
     limit = most_positions(module.config)
     vocab_size: int = module.get_input_embeddings().weight.shape[0]
     ends = end_tokens(module)
-    weights, reason = _fused(module, geometry, found.layers, kernel, limit, whole=scheme == "none")
+    weights, reason = None, "it is divided over ranks"
+    if mine() is None:
+        weights, reason = _fused(module, geometry, found.layers, kernel, limit, whole=scheme == "none")
+    ranks = mine()
+    if ranks is not None and not ranks.all_agree(weights is not None):  # all run it the same way
+        weights, reason = None, reason or "another rank can't run its part otherwise"
     model: DeviceModel
     if weights is not None:
         _convert_fused(weights, device, scheme, batch_invariant)
@@ -197,6 +241,200 @@ def random_model(config: PreTrainedConfig, dtype: torch.dtype, device: torch.dev
     return model.eval().requires_grad_(False)
 
 
-def can_load_straight() -> bool:
-    """Whether ``transformers`` reads weights to a GPU without a copy of all of them on the host: with accelerate."""
-    return importlib.util.find_spec("accelerate") is not None
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What a runner may take of its device."""
+
+    utilization: float = 0.9  # share of the device's memory
+    step_tokens: int = 8192  # of the largest step
+    max_model_len: int | None = None
+    num_blocks: int | None = None  # None: as many as fit
+    swap_space: int = 0  # bytes of host memory
+    graph_rows: int = 0  # of the largest graph; 0: none are captured
+
+
+def device_runner(
+    prepared: Prepared,
+    port: Port,
+    memory: DeviceMemory,
+    room: Room,
+    served_name: str,
+    grammars: Grammars,
+    *,
+    batch_invariant: bool = False,
+    self_check: bool = True,
+) -> DeviceRunner:
+    """Measure, divide the memory, allocate the pages, and see whether a row has the same bits in any company.
+
+    Raises StartupError, one line, with the figures, where nothing sensible fits, or where bits that are to be kept
+    (``batch_invariant``) are not.
+    """
+    loaded, geometry, kernel = prepared.loaded, prepared.geometry, prepared.kernel
+    device = loaded.device
+    longest = room.max_model_len or loaded.max_positions or room.step_tokens
+    graph_room = 0
+    if room.graph_rows and prepared.model.graph_tokens:
+        graph_room = min(GRAPH_BYTES, memory.free_and_total()[1] // GRAPH_SHARE)
+    sample = _sampling(DeviceSampler(port.device, Uploads(port)), device)
+
+    def step() -> None:
+        largest_step(
+            prepared.model, kernel, len(prepared.layers), geometry.block_size, room.step_tokens, longest, device, sample
+        )
+
+    split = measure(memory, room.utilization, graph_room, room.step_tokens, step)
+    storage: torch.dtype = getattr(kernel, "storage", loaded.dtype)
+    token_bytes = bytes_per_token(len(prepared.layers), geometry, storage)
+    least = 2 * geometry.block_size * token_bytes  # one page, and one for scratch
+    if room.num_blocks is None and split.pages < least:
+        raise StartupError(split.refusal(least))
+    size = pool_size_of_all(
+        split.pages, token_bytes, geometry.block_size, loaded.max_positions, room.max_model_len, room.num_blocks
+    )
+    try:
+        prepared.model.caches = [kernel.allocate(size.num_blocks + 1) for _ in prepared.layers]
+    except port.out_of_memory:
+        raise StartupError(f"the GPU's memory does not hold {size.num_bytes / (1 << 30):,.2f} GiB of pages") from None
+    capacity = Capacity(
+        model=served_name,
+        max_model_len=size.max_model_len,
+        block_size=size.block_size,
+        num_blocks=size.num_blocks,
+        vocab_size=loaded.vocab_size,
+        eos_token_ids=loaded.eos_token_ids,
+        device=str(device),
+        dtype=str(loaded.dtype).removeprefix("torch."),
+        kv_bytes_per_token=token_bytes,
+        host_blocks=room.swap_space // (token_bytes * size.block_size),
+        kv_dtype="" if storage == loaded.dtype else str(storage).removeprefix("torch."),
+        max_batched_tokens=room.step_tokens,
+    )
+    start_up.ended("KV cache")
+    how = "module by module" if loaded.module is not None else "fused"
+    log.info("%s on %s, %s, %s attention", capacity.dtype, device, how, kernel.name)
+    log.info("%s", split.describe())
+    log.info("%s", size.describe())
+    if self_check and loaded.dtype != torch.float64:
+        _check_bits(prepared, capacity, batch_invariant)
+        start_up.ended("self-check")
+    runner = DeviceRunner(
+        prepared.model, port, capacity, grammars, graph_rows=room.graph_rows, graph_room=graph_room
+    )  # fmt: skip
+    memory.free_and_total()  # what was only tried is given back
+    return runner
+
+
+def _sampling(sampler: DeviceSampler, device: torch.device) -> Callable[[torch.Tensor], None]:
+    """What is done with the logits of the largest step, at most: each row filtered, some told of."""
+
+    def sample(logits: torch.Tensor) -> None:
+        rows = [SampleRow(Sampling(seed=1, max_tokens=1, top_p=0.9, top_k=50), 0, 0, row) for row in range(len(logits))]
+        sampler.sample(logits, SamplingParams.of(torch.from_numpy(host_params(rows)).to(device)))
+        log_probabilities(logits[:MAX_ROWS])
+
+    return sample
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Passes:
+    """Implements :class:`worker.self_check.Passes`."""
+
+    prepared: Prepared
+    capacity: Capacity
+
+    def logits(self, batch: Batch, rows: Sequence[Row]) -> torch.Tensor:
+        tokens, positions, ragged = assemble(batch, rows, 0, self.capacity.max_model_len)
+        keep = ragged.query_start[1:][[row.sample for row in rows]] - 1
+        device = self.prepared.loaded.device
+        token_ids, places, kept = (torch.from_numpy(array).to(device) for array in (tokens, positions, keep))
+        return self.prepared.model.forward(token_ids, places, on_device(ragged, device), kept)
+
+
+def _check_bits(prepared: Prepared, capacity: Capacity, batch_invariant: bool) -> None:
+    if rows_keep_their_bits(_Passes(prepared, capacity)):
+        return
+    why = "a row's bits depend on the rows beside it"
+    if batch_invariant:
+        raise StartupError(f"batch-invariant: {why} here")
+    log.info("%s: tokens may differ between runs (--batch-invariant keeps them)", why)
+
+
+def load_device_runner(config: WorkerConfig) -> DeviceRunner:
+    """The runner on a GPU that a worker's options ask for. Raises StartupError, one line, if it can't be had."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    dtype = dtype_of(config.dtype, device, None)
+    check_options(config, dtype, torch.cuda.get_device_capability(device))
+    kv_dtype = storage_dtype(config.kv_cache_dtype, dtype)
+
+    def make_kernel(geometry: Geometry, layers: Sequence[LayerAttention], dtype: torch.dtype) -> DeviceKernel:
+        kernel: Any = attention_kernel(
+            geometry, layers, dtype, device, config.attention_backend, config.batch_invariant, kv_dtype
+        )
+        return kernel  # type: ignore[no-any-return]
+
+    return load_on(config, dtype, CudaPort(device), CudaMemory(device), make_kernel)
+
+
+def check_options(config: WorkerConfig, dtype: torch.dtype, capability: tuple[int, int]) -> None:
+    """Of what can't be together, or not on such a card. Raises StartupError."""
+    if config.quantize == "none":
+        return
+    quantize.check(config.quantize, dtype, capability)
+    if config.batch_invariant:
+        raise StartupError("batch-invariant: products of quantised weights depend on the batch")
+    if config.tensor_parallel > 1:
+        raise StartupError("--quantize is not for a model that is divided over ranks")
+
+
+def load_on(
+    config: WorkerConfig, dtype: torch.dtype, port: Port, memory: DeviceMemory, make_kernel: MakeKernel
+) -> DeviceRunner:
+    """As :func:`load_device_runner`, on the device of ``port``."""
+    device = port.device
+    transformers.utils.logging.disable_progress_bar()
+    attention.register()
+    experts.register()
+    model_config = read_config(config.model)
+    check_config(config.model, model_config)
+    by_host = config.quantize != "none" or importlib.util.find_spec("accelerate") is None
+    if config.quantize == "none" and config.tensor_parallel == 1:
+        check_weights(memory, weight_bytes(model_config, dtype), config.gpu_memory_utilization)
+    try:
+        module = read_weights(config.model, model_config, dtype, None if by_host else device)
+        if config.quantize == "none":
+            module.to(device)  # nothing to do, unless it came by way of the host
+        start_up.ended("weights")
+        prepared = prepare(
+            config.model,
+            module,
+            device,
+            make_kernel,
+            block_size=config.block_size,
+            scheme=config.quantize,
+            batch_invariant=config.batch_invariant,
+            longest=config.max_model_len,
+        )
+        del module
+    except port.out_of_memory:
+        raise StartupError(f"model {config.model!r} does not fit into the GPU's memory") from None
+    start_up.ended("packing and trial pass")
+    loaded = prepared.loaded
+    grammars = Grammars(lambda: load_engine_tokenizer(config.model, loaded.vocab_size, loaded.eos_token_ids))
+    room = Room(
+        utilization=config.gpu_memory_utilization,
+        step_tokens=config.max_batched_tokens,
+        max_model_len=config.max_model_len,
+        swap_space=size_bytes(config.swap_space),
+        graph_rows=GRAPH_ROWS,
+    )
+    runner = device_runner(
+        prepared,
+        port,
+        memory,
+        room,
+        model_name(config.model, config.served_model_name),
+        grammars,
+        batch_invariant=config.batch_invariant,
+    )
+    grammars.warm()
+    return runner
