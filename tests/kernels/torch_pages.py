@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from fake_flash import attention
 
@@ -65,17 +67,25 @@ class TorchPages:
         out = torch.full_like(query, torch.nan, memory_format=torch.contiguous_format)
         starts = plan.query_start.tolist()
         self.tokens += starts[-1]
-        for sequence in range(plan.num_sequences):
-            for row in range(starts[sequence], starts[sequence + 1]):
-                seen = int(plan.visible[row])
+        window = (-1 if layer.window is None else layer.window - 1, 0)
+        for sequence, (start, stop) in enumerate(itertools.pairwise(starts)):
+            for rows in self._together(plan.visible, start, stop):
+                seen = int(plan.visible[rows.stop - 1])
                 pages = plan.block_tables[sequence, : -(-seen // self.geometry.block_size)].long()
                 key, value = (self._numbers(*one, pages)[:seen] for one in
                               ((cache.key, cache.key_scale), (cache.value, cache.value_scale)))  # fmt: skip
-                window = (-1 if layer.window is None else layer.window - 1, 0)
-                out[row : row + 1] = attention(
-                    query[row : row + 1], key, value, layer.scaling, True, window, layer.softcap or 0.0, layer.sinks
+                out[rows] = attention(
+                    query[rows], key, value, layer.scaling, True, window, layer.softcap or 0.0, layer.sinks
                 )
         return out
+
+    def _together(self, visible: torch.Tensor, start: int, stop: int) -> list[slice]:
+        """All rows of a sequence if each sees one key more than the one before; else one by one."""
+        if stop > start and torch.equal(
+            visible[start:stop] - visible[start], torch.arange(stop - start, dtype=visible.dtype)
+        ):
+            return [slice(start, stop)]
+        return [slice(row, row + 1) for row in range(start, stop)]
 
     def _numbers(self, stored: torch.Tensor, scale: torch.Tensor | None, pages: torch.Tensor) -> torch.Tensor:
         found = stored[pages].flatten(0, 1)
