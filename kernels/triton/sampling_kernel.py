@@ -156,11 +156,11 @@ def gather(  # type: ignore[no-untyped-def]
         token = tl.program_id(1) * TILE * _BLOCK + tl.arange(0, TILE * _BLOCK)
         depth = _depth(_load_logits(logits + row * stride, token, vocabulary, LARGEST), best, temperature)
         if weighty:
-            tl.atomic_add(totals + row, tl.sum(_weight(depth), axis=0))
+            tl.atomic_add(totals + row, tl.sum(_weight(depth), axis=0), sem="relaxed")
         here = ((depth <= cut) & (token < vocabulary)).to(tl.int32)
         number = tl.sum(here, axis=0)
         if number > 0:
-            place = tl.atomic_add(counts + row, number) + tl.cumsum(here, axis=0) - here
+            place = tl.atomic_add(counts + row, number, sem="relaxed") + tl.cumsum(here, axis=0) - here
             tl.store(candidates + row * room + place, _rank(depth, token), mask=(here > 0) & (place < room))
 
 

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import random
+import re
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +28,19 @@ from worker import noise
 from worker.device.sampling import DeviceSampler, SamplingParams, Wanted
 from worker.filters import weights
 from worker.sampling import SampleRow, choose_in_torch
+
+ROOT = Path(__file__).parents[3]
+
+COMPILED = """
+import triton
+from triton.backends.compiler import GPUTarget
+from kernels.triton.compiled import source
+from kernels.triton.sampling import VARIANTS
+
+variant = next(variant for variant in VARIANTS if variant.name == "gather-fp32")
+options = {"num_warps": variant.num_warps, "enable_fp_fusion": variant.fp_fusion}
+print(triton.compile(source(variant), target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"])
+"""
 
 SIZES = ("CANDIDATES", "TOP_P_CANDIDATES", "MAXIMA_TILE", "DRAW_TILE", "ROW_TILE")
 SMALL = (256, 1024, 8, 16, 512)
@@ -164,6 +182,17 @@ def test_weights_have_the_bits_of_the_filters() -> None:
     out = torch.empty(size, dtype=torch.int64)
     weigh[(1,)](scores, out, SIZE=size)
     assert torch.equal(out, (weights(scores).double() * 2**34).long())
+
+
+def test_compiled_ones_divide_and_add_as_the_filters_do() -> None:
+    """In a process of its own, since here Triton interprets: no rounding is saved, and none is coarser."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILED], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stderr
+    assert "div.rn.f32" in done.stdout
+    assert not re.search(r"(fma|mad)\S*\.f32|div\.(full|approx)|\.ftz", done.stdout)
 
 
 def test_the_generator_is_that_of_the_noise() -> None:
