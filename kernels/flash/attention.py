@@ -69,8 +69,10 @@ class FlashAttention:
     def plan_device(self, batch: DeviceBatch) -> FlashPlan:
         """Where the host does not know the batch (in a captured graph), only a step of single rows can be told."""
         whole = self.paged.plan_device(batch)
+        library = self.libraries.get(Use.ROWS)
+        if library is None and batch.max_query == 1:
+            return FlashPlan(whole, [], None)
         if batch.host is None:
-            library = self.libraries.get(Use.ROWS)
             if library is None or batch.max_query != 1:
                 return FlashPlan(whole, [], None)
             return FlashPlan(whole, [Call(library, slice(0, batch.num_tokens), self._unknown_rows(batch))], None)
