@@ -236,7 +236,7 @@ ASKED: tuple[dict[str, Any], ...] = (
 def sampling(rig: Rig, found: Found, generator: torch.Generator) -> float:
     """The tokens that the CPU's sampler chooses of the same logits."""
     sampler = DeviceSampler(rig.device, lambda array: torch.from_numpy(array).to(rig.device), triton=True)
-    vocabulary, count = (500, 8) if rig.rehearsal else (128256, 64)
+    vocabulary, count = (200, 3) if rig.rehearsal else (128256, 64)
     for dtype in types(rig):
         logits = random(generator, dtype, count, vocabulary) * 3
         logits[1, ::7] = float("-inf")

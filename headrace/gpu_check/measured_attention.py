@@ -17,6 +17,9 @@ from kernels.device_batch import on_device
 
 Call = Callable[[], object]
 
+FLEX_S = 25.0
+"""Less than that is not begun: it compiles for long, and can't be interrupted."""
+
 POOL_SHARE = 0.35
 """Of the memory that is free, for pages."""
 
@@ -105,7 +108,7 @@ def fill(pages: torch.Tensor, generator: torch.Generator, piece: int = 1 << 26) 
         part = flat[first : first + piece]
         if part.dtype.itemsize == 1:
             noise = torch.randint(-100, 101, part.shape, generator=generator, device=part.device, dtype=torch.int8)
-            part.copy_(noise.to(part.dtype))
+            part.copy_(noise.float().to(part.dtype))
         else:
             part.normal_(generator=generator)
 
@@ -192,6 +195,9 @@ def measure_flex(rig: Rig, pages: Pages, cell: Cell) -> None:
     try:
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+        if not rig.rehearsal and rig.left_s < FLEX_S:
+            rig.row(**about(backend, False, cell), note=f"not compiled: {rig.left_s:.0f} s were left")
+            return
         key, value = pages.dense(cell)
         query = batched_query(rig, pages, cell)
         mask = None

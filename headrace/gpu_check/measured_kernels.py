@@ -169,7 +169,7 @@ def _page_copies(rig: Rig, pages: Pages, count: int) -> None:
     port = port_of(rig)
     moving = DevicePages([pages.cache], 0, port, Uploads(port))
     moves = [(page, pages.num_pages // 2 + page) for page in range(min(count, pages.num_pages // 2))]
-    seconds = _between_events(rig, port, lambda: moving.copy(moves))
+    seconds = _until_done(rig, port, lambda: moving.copy(moves))
     moved = 2 * len(moves) * pages.geometry.block_size * pages.token_bytes
     row = against_floor(rig, seconds, moved)
     rig.row(
@@ -205,7 +205,7 @@ def _swaps(rig: Rig, pages: Pages, count: int) -> None:
     size = count * pages.geometry.block_size * pages.token_bytes
     out = [(page, page) for page in range(count)]
     for name, work in (("out", lambda: moving.swap_out(out)), ("in", lambda: moving.swap_in(out))):
-        seconds = _between_events(rig, port, work)
+        seconds = _until_done(rig, port, work)
         link = float(rig.known.get("limits", {}).get("d2h_bytes_s" if name == "out" else "h2d_bytes_s", 0.0))
         row: dict[str, Any] = {"us": seconds * 1e6, "gb_s": size / seconds / 1e9}
         if link:
@@ -213,7 +213,7 @@ def _swaps(rig: Rig, pages: Pages, count: int) -> None:
         rig.row(kernel=f"swap {name}", backend="the runner's", ours=True, batch=count, **row, note="until it is there")
 
 
-def _between_events(rig: Rig, port: Port, work: Call) -> float:
+def _until_done(rig: Rig, port: Port, work: Call) -> float:
     """Of what runs on both streams: it can't be captured. Median seconds until the host sees both done."""
     work()
     taken = []

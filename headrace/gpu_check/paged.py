@@ -95,7 +95,7 @@ class Pool:
         cache = self.cache
         found = []
         for held, scale in ((cache.key, cache.key_scale), (cache.value, cache.value_scale)):
-            rows = held.view(torch.uint8)[pages].view(held.dtype).flatten(0, 1)[:length].double()
+            rows = held.view(torch.uint8)[pages].view(held.dtype).flatten(0, 1)[:length].float().double()
             if scale is not None:
                 rows = rows * scale[pages].flatten(0, 1)[:length].double().unsqueeze(-1)
             found.append(rows)

@@ -28,11 +28,11 @@ class Stage:
 STAGES = (
     Stage("environment", "environment", 5),
     Stage("limits", "what this card can do, measured", 15),
-    Stage("contract", "kernels against their contract", 90, correctness=True),
+    Stage("contract", "kernels against their contract", 120, correctness=True),
     Stage("parity", "greedy tokens against transformers' generate", 50, correctness=True),
     Stage("kernels", "kernels against their floors, and against PyTorch's", 90),
     Stage("throughput", "decoding, against the time to read weights and KV", 65),
-    Stage("steps", "where the time of a step goes, and the gap between steps", 35),
+    Stage("steps", "where the time of a step goes, and the gap between steps", 65),
     Stage("serving", "continuous against static batching, workload chat", 60),
     Stage("vllm", "vLLM beside it", 120, package="vllm"),
 )

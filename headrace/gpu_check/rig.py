@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -47,7 +48,12 @@ class Rig:
     # --- findings -----------------------------------------------------------------------------------------------------
 
     def row(self, **values: Any) -> None:
-        self._say({"row": values})
+        """A number that is not finite is left out: JSON has none."""
+        kept = {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in values.items()
+        }
+        self._say({"row": kept})
 
     def check(self, name: str, passed: bool, detail: str = "") -> None:
         self._say({"check": {"name": name, "passed": bool(passed), "detail": detail}})

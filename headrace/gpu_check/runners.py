@@ -32,9 +32,9 @@ ACTIVATION_BYTES = 3 << 30
 REHEARSED_BLOCKS = 200
 
 
-@dataclass(frozen=True)
+@dataclass
 class Made:
-    runner: DeviceRunner
+    runner: DeviceRunner  # gone once the context has ended
     shape: Shape
     path: str  # what it runs by, for a row
 
@@ -57,9 +57,11 @@ def made(
     runner = _runner(rig, prepared, dtype, max_model_len, num_blocks, graphs, served_name)
     path = ", ".join([prepared.kernel.name, "graphs" if graphs else "no graphs"])
     path += ", batch-invariant" if batch_invariant else ""
+    found = Made(runner, shape, path)
     try:
-        yield Made(runner, shape, path)
+        yield found
     finally:
+        del found.runner  # whoever still has it keeps no weights
         runner.port.synchronize()
         runner.graphs.drop()
         prepared.model.caches = []

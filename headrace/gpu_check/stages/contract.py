@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -15,91 +16,129 @@ from headrace.gpu_check.attention_cases import Bench, Found
 from headrace.gpu_check.backends import Kind, Refused, attention_kinds
 from headrace.gpu_check.rig import Rig
 
-REHEARSAL_SIZE = 30
+REHEARSAL_SIZE = 60
 """Sequences of a rehearsal are shorter by this factor: Triton's interpreter is slow."""
+
+DETAIL_CHARACTERS = 300
 
 Case = Callable[[Bench, Found], None]
 
 
+@dataclass
+class Checked:
+    """One attention kernel in one type, and what its cases have found."""
+
+    kind: Kind
+    bench: Bench
+    found: Found = field(default_factory=Found)
+    note: str = ""
+
+
 def run(rig: Rig) -> None:
+    """What compiles quickly first; then a little of every attention kernel, then the rest of the first ones."""
     seed = secrets.randbelow(1 << 31)
     rig.facts(seed=seed)
-    kinds = attention_kinds(rig)
-    for number, kind in enumerate(kinds):
-        if not rig.more(f"attention by {kind} was checked"):
-            return
-        rig.progress(f"attention by {kind}")
-        _attention(rig, kind, seed + number, brief=number > 0 and (kind.brief or rig.rehearsal))
     for name, check in kernel_cases.checks(rig).items():
-        if not rig.more(f"{name} was checked"):
-            return
-        rig.progress(name)
-        _kernel(rig, name, check, seed)
-
-
-def _attention(rig: Rig, kind: Kind, seed: int, brief: bool) -> None:
-    found = Found()
+        if rig.more(f"{name} was checked"):
+            rig.progress(name)
+            _kernel(rig, name, check, seed)
     size = REHEARSAL_SIZE if rig.rehearsal else 1
-    bench = Bench(kind.make, kind.dtype, rig.device, seed, size)
-    note = ""
-    for name, case in _cases(rig, brief):
-        if not rig.more(f"all cases of attention by {kind} were run"):
-            note = "not all cases"
-            break
+    checked = [
+        Checked(kind, Bench(kind.make, kind.dtype, rig.device, seed + number, size))
+        for number, kind in enumerate(attention_kinds(rig))
+    ]
+    try:
+        for one in checked:
+            rig.progress(f"attention by {one.kind}")
+            _attention(rig, one, _first_cases(rig))
+        for one in checked[: 1 if rig.rehearsal else None]:
+            if not one.kind.brief:
+                rig.progress(f"attention by {one.kind}, the rest")
+                _attention(rig, one, _more_cases(rig))
+    finally:
+        for one in checked:
+            _tell(rig, one)
+
+
+def _attention(rig: Rig, one: Checked, chosen: dict[str, Case]) -> None:
+    for name, case in chosen.items():
+        if not rig.more(f"all cases of attention by {one.kind} were run"):
+            one.note = "not all cases"
+            return
         try:
-            case(bench, found)
-            found.cases += 1
+            case(one.bench, one.found)
+            one.found.cases += 1
         except Refused as reason:
-            found.cases += name == "full"
-            note = str(reason)
+            one.note = str(reason)
         except Exception as error:
+            one.found.failures.append((name, _described(error)))
             if not rig.usable_after(error):
-                rig.check(f"attention by {kind}: {name}", False, f"{type(error).__name__}: {error}"[:300])
                 raise
             traceback.print_exc()
-            found.failures.append((name, f"{type(error).__name__}: {error}"[:300]))
+
+
+def _tell(rig: Rig, one: Checked) -> None:
+    found, kind = one.found, one.kind
     calls = kind.library_calls()
+    if not (found.cases or found.failures):
+        rig.row(kernel=f"attention by {kind.name}", dtype=kind.types, cases=0, note=one.note or "not reached")
+        return
     rig.row(
         kernel=f"attention by {kind.name}", dtype=kind.types, cases=found.cases, error=found.error,
-        allowed=cases.ALLOWED[kind.dtype], note=note, **({} if calls is None else {"calls": calls}),
+        allowed=cases.ALLOWED[kind.dtype], note=one.note, **({} if calls is None else {"calls": calls}),
     )  # fmt: skip
-    rig.check(f"attention by {kind}", not found.failures and found.cases > 0, _failures(found))
+    rig.check(f"attention by {kind}", not found.failures, _failures(found))
 
 
-def _cases(rig: Rig, brief: bool) -> list[tuple[str, Case]]:
-    """``brief``: for the second and later types of a kernel that has passed all in its first."""
+def _first_cases(rig: Rig) -> dict[str, Case]:
+    """Of every kernel in every type."""
     layers = cases.layers(rig.device)
-    chosen: list[tuple[str, Case]] = [("full", partial(cases.ragged, name="full", layer=layers["full"]))]
-    rest = [name for name in layers if name != "full"]
-    shapes = cases.SHAPES[1:2] if brief else cases.SHAPES
-    chosen += [(name, partial(cases.ragged, name=name, layer=layers[name])) for name in (rest[-1:] if brief else rest)]
-    chosen += [(f"shape {geometry}", partial(cases.shape, geometry=geometry)) for geometry in shapes]
-    chosen += [("long contexts", cases.long_contexts), ("captured", cases.captured), ("not finite", cases.not_finite)]
-    exact = ("full",) if brief else ("full", "window and softcap")
-    chosen += [(f"bits, {name}", partial(cases.bits, name=name, layer=layers[name])) for name in exact]
-    if rig.rehearsal:  # no bits: the interpreter's products depend on where a row stands
-        few = ("full",) if brief else ("full", "sinks and window", "long contexts", "not finite")
-        return [case for case in chosen if case[0] in few]
+    chosen: dict[str, Case] = {"full": partial(cases.ragged, name="full", layer=layers["full"])}
+    if rig.rehearsal:
+        return chosen
+    return chosen | {
+        "the 8B's shape": partial(cases.shape, geometry=cases.SHAPES[1]),
+        "captured": cases.captured,
+        "long contexts": cases.long_contexts,
+        "bits, full": partial(cases.bits, name="full", layer=layers["full"]),
+        "sinks and window": partial(cases.ragged, name="sinks and window", layer=layers["sinks and window"]),
+    }
+
+
+def _more_cases(rig: Rig) -> dict[str, Case]:
+    """Of those that are not brief. A rehearsal checks no bits: the interpreter's depend on where a row stands."""
+    layers = cases.layers(rig.device)
+    names = ["sinks and window"] if rig.rehearsal else ["window", "softcap", "window and softcap", "sinks"]
+    chosen: dict[str, Case] = {"not finite": cases.not_finite}
+    chosen |= {name: partial(cases.ragged, name=name, layer=layers[name]) for name in names}
+    if rig.rehearsal:
+        return chosen
+    other = "window and softcap"
+    chosen[f"bits, {other}"] = partial(cases.bits, name=other, layer=layers[other])
+    for geometry in (*cases.SHAPES[:1], *cases.SHAPES[2:]):
+        chosen[f"shape {geometry}"] = partial(cases.shape, geometry=geometry)
     return chosen
 
 
 def _kernel(rig: Rig, name: str, check: kernel_cases.Check, seed: int) -> None:
     found = Found()
     generator = torch.Generator(rig.device).manual_seed(seed)
-    note, allowed = "", 0.0
+    allowed = 0.0
     try:
         allowed = check(rig, found, generator)
-    except Refused as reason:
-        rig.row(kernel=name, dtype="", cases=0, note=str(reason))
-        return
     except Exception as error:
+        found.failures.append((name, _described(error)))
         if not rig.usable_after(error):
-            rig.check(name, False, f"{type(error).__name__}: {error}"[:300])
+            rig.check(name, False, _failures(found))
             raise
         traceback.print_exc()
-        found.failures.append((name, f"{type(error).__name__}: {error}"[:300]))
-    rig.row(kernel=name, dtype="all", cases=found.cases, error=found.error, allowed=allowed, note=note)
+    types = ", ".join(str(dtype).removeprefix("torch.") for dtype in kernel_cases.types(rig))
+    rig.row(kernel=name, dtype=types, cases=found.cases, error=found.error, allowed=allowed)
     rig.check(name, not found.failures, _failures(found))
+
+
+def _described(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:DETAIL_CHARACTERS]
 
 
 def _failures(found: Found) -> str:

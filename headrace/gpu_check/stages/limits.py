@@ -23,7 +23,7 @@ def run(rig: Rig) -> None:
 
 def _copy(rig: Rig) -> None:
     """Bytes read plus bytes written over the time, as the field counts a copy."""
-    size = 1 << 20 if rig.rehearsal else min(COPY_BYTES, rig.free_bytes() // 8)
+    size = 1 << 20 if rig.rehearsal else min(COPY_BYTES, rig.free_bytes() // 8 >> 20 << 20)
     source = torch.randint(-100, 100, (size,), dtype=torch.int8, device=rig.device).view(torch.float32)
     target = torch.empty_like(source)
     copied_s = rig.timer.seconds([lambda: target.copy_(source)], 2 * size)

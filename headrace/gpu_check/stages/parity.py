@@ -54,10 +54,13 @@ def run(rig: Rig) -> None:
     wanted = [_generated(reference, shot) for shot in shots]
     paths: list[tuple[str, torch.dtype, dict[str, Any]]] = [
         ("graphs", plain, {}),
-        ("without graphs", plain, {"graphs": False}),
     ]
     if not rig.rehearsal:
-        paths += [("batch-invariant", plain, {"batch_invariant": True}), ("graphs", rig.dtype, {})]
+        paths += [
+            ("graphs", rig.dtype, {}),
+            ("without graphs", plain, {"graphs": False}),
+            ("batch-invariant", plain, {"batch_invariant": True}),
+        ]
     for name, dtype, options in paths:
         label = f"{name}, {str(dtype).removeprefix('torch.')}"
         if not rig.more(f"{label} was compared"):

@@ -37,4 +37,5 @@ def _measure(rig: Rig, model: Made, load: Load, policy: str) -> None:
         seen = serving.seen
         row = figures(policy, taken, seen.new_tokens, seconds)
         row["busy_share"] = sum(seen.forward_us) / 1e6 / seconds
-        rig.row(**row, note=f"{load.model}, closed loop of {load.concurrency}")
+        note = f"{load.model}, closed loop of {load.concurrency}"
+        rig.row(**row, note=note if policy == "continuous" else f"{note}; steps with padding run without graphs")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -28,7 +29,9 @@ def run(rig: Rig) -> None:
         raise CannotRun(f"{rig.left_s:.0f} s are too few to start it")
     load = load_for(rig)
     with tempfile.TemporaryDirectory() as folder:
-        load.shape.config().save_pretrained(folder)
+        config = load.shape.config()
+        config.architectures = ["LlamaForCausalLM"]
+        config.save_pretrained(folder)
         _run(rig, load, Path(folder))
 
 
@@ -40,9 +43,10 @@ def _run(rig: Rig, load: Load, folder: Path) -> None:
         "seconds": rig.left_s - END_S,
         "memory_share": round(0.9 * rig.free_bytes() / rig.total_bytes(), 3),
     }
+    environ = {name: value for name, value in os.environ.items() if name != "PYTORCH_CUDA_ALLOC_CONF"}
     command = [sys.executable, "-m", "headrace.gpu_check.vllm_process", json.dumps(request)]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=max(1.0, rig.left_s))
+        done = subprocess.run(command, capture_output=True, text=True, timeout=max(1.0, rig.left_s), env=environ)
     except subprocess.TimeoutExpired:
         rig.cut = "vLLM was not through in time"
         return
