@@ -64,7 +64,7 @@ def through_all(
     x = _project_all(module, "gate_up_proj" if module.has_gate else "up_proj", hidden_states.unsqueeze(0))
     x = module._apply_gate(x) if module.has_gate else module.act_fn(x)
     x = _project_all(module, "down_proj", x)
-    if module.has_post_expert_norm:
+    if getattr(module, "has_post_expert_norm", False):  # transformers 5.17 has no such
         x = module.post_expert_norm(x)
     token = torch.arange(len(hidden_states), device=x.device).unsqueeze(1)
     routed = x[top_k_index, token] * top_k_weights.unsqueeze(-1)  # [T, k, hidden]
@@ -101,7 +101,7 @@ def one_by_one(
         x = _project(module, "gate_up_proj" if module.has_gate else "up_proj", expert, x)
         x = module._apply_gate(x) if module.has_gate else module.act_fn(x)
         x = _project(module, "down_proj", expert, x)
-        if module.has_post_expert_norm:
+        if getattr(module, "has_post_expert_norm", False):  # transformers 5.17 has no such
             x = module.post_expert_norm(x)
         out.index_add_(0, rows, x[:count] * weights[start : start + count])
         start += count
