@@ -130,7 +130,8 @@ def _keep_whole(model: Any, division: Division) -> None:
         division.head_module = names[output]
         whole.add(names[output])
     division.modules = {name: style for name, style in division.modules.items() if style not in _WHOLE}
-    rules = {name: style for name, style in division.rules.items() if name not in whole}
+    there = {_generic(name) for name, _ in (*model.named_modules(), *model.named_parameters())}  # others get warnings
+    rules = {name: style for name, style in division.rules.items() if name in there - whole}
     if _KEPT_WHOLE in ALL_PARALLEL_STYLES:
         rules |= dict.fromkeys(whole, _KEPT_WHOLE)
     division.rules = rules
