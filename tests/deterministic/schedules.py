@@ -28,6 +28,7 @@ def random_mesh(seed: int, verbose: bool = False) -> SimulatedMesh:
         num_blocks=rng.choice((12, 20, 40, 80)) * 4 // block_size,
         step_ms=rng.choice((5.0, 20.0, 60.0)),
         verbose=verbose,
+        overlapping=seed % 2 == 1,
         scheduler_options={
             "max_num_seqs": rng.choice((2, 4, 16)),
             "max_num_batched_tokens": rng.choice((16, 32, 256)),

@@ -48,13 +48,14 @@ class Violation(AssertionError):
 class SimulatedMesh:
     """What was accepted must be answered, whatever happens.
 
+    ``overlapping``: workers launch a step before the last one's tokens are there.
     ``check_every``: messages to a scheduler from one look at its core's books to the next, which takes its time.
     """
 
     def __init__(
         self, seed: int, *, schedulers: int = 1, workers: int = 1, gateways: int = 1, num_blocks: int = 64,
         block_size: int = 4, step_ms: float = 10.0, check_every: int = 4, verbose: bool = False,
-        host_blocks: int = 0, max_payload: int = 1 << 20,
+        host_blocks: int = 0, max_payload: int = 1 << 20, overlapping: bool = False,
         scheduler_options: dict[str, Any] | None = None, gateway_options: dict[str, Any] | None = None,
     ) -> None:  # fmt: skip
         self.seed = seed
@@ -63,6 +64,7 @@ class SimulatedMesh:
         self.agenda = Agenda(self.clock)
         self.check_every = check_every
         self.verbose = verbose
+        self.overlapping = overlapping
         self.log: list[str] = []
         self.violations: list[str] = []
         self.max_payload = max_payload

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from overlapping_runner import OverlappingRunner
 from prometheus_client import CollectorRegistry
 from simulated_bus import Connection, Link
 from simulated_store import SimulatedStore
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 MODEL = "m"
 VOCAB = 61
 EOS = 7
+LOOKS_S = 0.001  # how often a step loop looks for plans while a step is in flight
 LOAD_S = 0.3  # how long a worker loads its model
 STARTS_S = 15.0  # a process that has no bus for so long after its start may give up
 SUPERVISOR_S = 0.5  # from the end of a process to its next start
@@ -231,19 +233,26 @@ class VirtualStepLoop(StepLoop):
             self._event_loop.call_soon(self._next)
 
     def _next(self) -> None:
-        if not self._items:
+        if not self._items and not self._in_flight:
             self._busy = False
             return
-        item = self._items.popleft()
         clock = self.mesh.clock
-        self._take(item)
+        item = self._items.popleft() if self._items else None
+        if item is not None:
+            self._take(item)
+        elif self._in_flight[0].flight.done():
+            self._land()
+        else:
+            self._event_loop.call_later(LOOKS_S, self._next)
+            return
         spent_s = clock.take_work()
-        if isinstance(item, StepPlan) and self._told:
+        if isinstance(item, StepPlan) and self._told and not self._in_flight:
             self.executing = item.step
         self._event_loop.call_later(spent_s, self._done)
 
     def _done(self) -> None:
-        self.executing = 0
+        if not self._in_flight:
+            self.executing = 0
         told, self._told = self._told, []
         for one in told:
             one()
@@ -275,7 +284,8 @@ class WorkerNode(Node):
             serving = group.create_task(self.service.run(stop))
             await asyncio.sleep(LOAD_S)
             VirtualStepLoop.mesh, VirtualStepLoop.owner = self.mesh, self
-            self.service.attach(SimulatedRunner(self.mesh.capacity, self.mesh.step_time))
+            kind = OverlappingRunner if self.mesh.overlapping else SimulatedRunner
+            self.service.attach(kind(self.mesh.capacity, self.mesh.step_time))
             await serving
 
     def gone(self) -> None:
