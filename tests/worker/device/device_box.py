@@ -6,6 +6,7 @@ import random
 from collections import deque
 from typing import NoReturn
 
+import msgspec
 import torch
 from hash_model import EOS, HashModel, expected, logits_after
 from mesh_in_a_box import MS, Box
@@ -15,7 +16,7 @@ from scheduler.core.beams import BeamSearch, Hypothesis
 from scheduler.core.events import Found
 from scheduler.core.limits import Limits
 from shared.beams import candidates_wanted
-from shared.messages import Capacity, Reset, StepPlan, Submit, TokenEntry, unpack_tokens
+from shared.messages import Capacity, Reset, StepPlan, Submit, TokenEntry, pack_tokens, unpack_tokens
 from worker.batch import Batch
 from worker.device.runner import DeviceRunner
 from worker.grammar import Grammars
@@ -92,6 +93,23 @@ class DeviceBox(Box):
         """A result leaves, if a step is in flight (and done, if nobody is to wait for it)."""
         if self.loop._in_flight and (wait or self.loop._in_flight[0].flight.done()):
             self.loop._land()
+            self._check_pages()
+
+    def _check_pages(self) -> None:
+        """Steps in flight behind a sequence's end give its pages to nobody: their plans were made before it was known.
+
+        The row that it may have there in vain writes to them.
+        """
+        for index, _ in self.executed[-1].result.ended if self.executed else ():
+            slot = self.batch.slots.get(index)
+            if slot is None or not slot.ended:
+                continue
+            own = set(self.batch.tables[index, : slot.num_pages].tolist())
+            for later in (flight.plan for flight in self.loop._in_flight):
+                given = {page for other, pages in later.pages if other != index for page in pages}
+                given |= {page for start in later.starts for page in start.pages[start.computed // 4 :]}
+                given |= {page for _, page in [*later.copies, *later.swap_ins]}
+                assert own.isdisjoint(given), (own & given, later)
 
     def hear(self) -> None:
         """The core hears of what was executed."""
@@ -111,6 +129,22 @@ class DeviceBox(Box):
         if not self.queues["w0"] or self.rng.random() < 0.3:
             self.land(wait=self.rng.random() < 0.5 or not self.queues["w0"])
         self.hear()
+
+    def restart(self) -> None:
+        """After a fault: the worker is reset, and what it ran is submitted again with the tokens that it has."""
+        self.executed.clear()
+        self.queues["w0"].clear()
+        first_step = self.core.workers["w0"].next_step
+        self.loop._take(Reset(1, "w0", 1, first_step))
+        assert self.answers and not self.batch.slots
+        self.events += self.core.worker_up("w0", 1, self.runner.capacity, self.now, first_step)
+        for request_id, submit in list(self.submits.items()):
+            got = [
+                pack_tokens(self.delivered.get((request_id, choice), [])) for choice in range(submit.n)
+            ]  # fmt: skip
+            done = [choice for choice in range(submit.n) if (request_id, choice) in self.ends]
+            again = msgspec.structs.replace(submit, attempt=submit.attempt + 1, resumed=got, done_choices=done)
+            self.submit(again)
 
     def run(self, max_steps: int = 3000) -> None:
         for _ in range(max_steps):

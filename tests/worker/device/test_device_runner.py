@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
+import pytest
+import torch
+from batch_driver import BatchDriver
 from device_box import DeviceBox
-from hash_model import VOCAB
+from hash_model import VOCAB, HashModel
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from mesh_in_a_box import request
+from rehearsal_port import RehearsalPort
+from test_device_decoder import Loaded
 
-from shared.messages import Submit
+from shared.messages import Sampling, Submit
+from worker.device.runner import DeviceRunner
+from worker.torch_runner import TorchRunner
 
 
 def ask(name: str, prompt: int = 7, tokens: int = 9, n: int = 1, beams: int = 0, **how: object) -> Submit:
@@ -46,7 +55,7 @@ def some_request(rng: random.Random, name: str) -> Submit:
     return ask(name, rng.randint(1, 30), rng.randint(1, 20), beams or rng.choice((1, 1, 1, 2, 3)), beams, **how)
 
 
-@settings(max_examples=EXAMPLES // 5, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=EXAMPLES // 8, phases=[Phase.explicit, Phase.generate])
 @given(st.integers(0, 1 << 30))
 def test_random_schedules(seed: int) -> None:
     """Joins, leaves, chunks, forks, copies, swaps, preemptions, ends that a step in flight does not know of."""
@@ -62,3 +71,121 @@ def test_random_schedules(seed: int) -> None:
             box.cancel(f"r{rng.randint(0, index)}")
     box.run()
     box.assert_tokens_right()
+
+
+@pytest.mark.parametrize("in_part", [False, True])
+@pytest.mark.parametrize("graphs", [0, 8])
+def test_a_step_that_lacks_memory_runs_again_and_nobody_notices(graphs: int, in_part: bool) -> None:
+    """Wherever it lacks it: at the upload, the forward pass, or the sampling."""
+    box = DeviceBox(3, graph_rows=graphs)
+    rng = random.Random(5)
+    left = 10  # launches until the next one that lacks memory: never twice in a step
+
+    def lacking() -> bool | None:
+        nonlocal left
+        left -= 1
+        if left:
+            return False
+        left = rng.randint(20, 40)
+        return None if in_part else True
+
+    box.port.lacking = lacking
+    for index in range(6):
+        box.submit(ask(f"r{index}", 3 + 4 * index, 20, presence_penalty=0.5 * (index % 2), logprobs=index % 3 - 1))
+    box.run()
+    box.assert_tokens_right()
+    assert box.runner.lacked_memory >= 3 and len(box.ends) == 6
+
+
+def test_a_step_that_lacks_memory_twice_fails_and_the_batch_starts_over() -> None:
+    box = DeviceBox()
+    box.submit(ask("r0"))
+    box.plan()
+    box.port.lacking = lambda: True
+    box.take()
+    [failed] = box.executed
+    assert "out of memory" in failed.fault and not box.loop._in_flight
+    box.port.lacking = lambda: False
+    box.restart()
+    box.run()
+    box.assert_tokens_right()
+    assert box.runner.lacked_memory == 1
+
+
+def test_a_fault_of_the_device_comes_with_the_result_and_the_batch_starts_over() -> None:
+    box = DeviceBox(graph_rows=0)
+    for index in range(3):
+        box.submit(ask(f"r{index}", 20, 20))
+    for _ in range(4):
+        box.step()
+    assert isinstance(box.runner.model, HashModel)
+    box.runner.model.faults = 1
+    box.plan()
+    box.plan()
+    while box.queues["w0"]:
+        box.take()
+    box.loop._land_all()
+    assert "illegal memory access" in box.executed[-2].fault and box.executed[-1].skipped
+    box.restart()
+    box.run()
+    box.assert_tokens_right()
+    assert len(box.ends) == 3
+
+
+def test_a_pass_that_waits_for_the_device_is_found() -> None:
+    box = DeviceBox()
+    assert isinstance(box.runner.model, HashModel)
+    box.runner.model.waits = True
+    box.submit(ask("r0"))
+    box.plan()
+    box.take()
+    box.land()
+    assert "would wait for the device" in box.executed[0].fault
+
+
+def test_more_slots_than_there_was_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("worker.device.runner.FIRST_SLOTS", 2)
+    box = DeviceBox(1)
+    for index in range(6):
+        box.submit(ask(f"r{index}", 5, 12))
+        box.step()
+    box.run()
+    box.assert_tokens_right()
+    assert box.runner.state.num_slots >= 6
+
+
+def test_tokens_of_a_real_model_are_those_of_the_torch_runner(tiny_model: Callable[..., Path]) -> None:
+    folder = tiny_model("llama")
+    reference = TorchRunner.load(folder, dtype="float64", block_size=4, num_blocks=60, self_check=False)
+    loaded = Loaded(folder, torch.float64)
+    loaded.steps((2,)).step({0: 1})  # a host looks some constants up once
+    model = loaded.decoder()
+    model.caches = [loaded.kernel.allocate(61) for _ in loaded.layers]
+    capacity = msgspec.structs.replace(reference.capacity, max_model_len=64)
+    device = DeviceRunner(model, RehearsalPort(4), capacity, reference.grammars, graph_rows=4)
+    outcomes = []
+    for runner in (reference, device):
+        driver = BatchDriver(runner)  # type: ignore[arg-type]
+        sequences = [
+            driver.start(
+                [3 + (7 * place * (index + 1)) % 200 for place in range(3 + 9 * index)],
+                Sampling(index, 12, temperature=0.8 * (index % 2), ignore_eos=True, logprobs=2, prompt_logprobs=1),
+            )
+            for index in range(4)
+        ]
+        driver.run_to_end(chunk=7)
+        outcomes.append([sequence.tokens for sequence in sequences])
+        told = [driver.logprobs, driver.prompt_logprobs]
+        outcomes.append(msgspec.to_builtins(told, str_keys=True))
+    assert outcomes[0] == outcomes[2]
+    assert device.graphs.replays and all(map(len, outcomes[0]))
+    for one, other in zip(_numbers(outcomes[1]), _numbers(outcomes[3]), strict=True):
+        assert one == pytest.approx(other, abs=1e-9)
+
+
+def _numbers(told: object) -> list[float]:
+    if isinstance(told, dict):
+        return [number for key in sorted(told) for number in _numbers(told[key])]
+    if isinstance(told, list | tuple):
+        return [number for one in told for number in _numbers(one)]
+    return [told] if isinstance(told, int | float) else []
