@@ -11,6 +11,7 @@ import torch
 from ragged_steps import CPU, RaggedSteps, reference
 
 from kernels.contract import Geometry
+from kernels.triton import launching
 from worker import attention, experts
 from worker.decoder import NotThisShape, rotations
 from worker.device import trial
@@ -31,6 +32,18 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {"head_dim": 32}),
     "smollm3": ("smollm3", {"num_hidden_layers": 4, "no_rope_layers": [1, 0, 1, 0]}),
 }  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def plain_torch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not Triton's interpreter, but where a test is about its kernels."""
+    if "interpreted" not in request.fixturenames:
+        monkeypatch.setattr("kernels.triton.launching.INTERPRETED", False)
+
+
+@pytest.fixture
+def interpreted() -> None:
+    assert launching.INTERPRETED, "tests/conftest.py sees to it"
 
 
 class Loaded:
@@ -65,6 +78,20 @@ def test_logits_equal_transformers_in_mixed_steps(case: str, tiny_model: MakeMod
     steps.run()
     for got, wanted in zip(steps.logits, reference(folder, steps.tokens, torch.float64), strict=True):
         torch.testing.assert_close(torch.stack(got), wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_the_kernels_in_the_interpreter_say_what_torch_says(
+    tiny_model: MakeModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = Loaded(tiny_model("qwen3", num_hidden_layers=1, head_dim=32), torch.float32)
+    outputs = []
+    for kernels in (True, False):
+        monkeypatch.setattr("kernels.triton.launching.INTERPRETED", kernels)
+        steps = loaded.steps((6, 3))
+        steps.step({0: 3})
+        outputs.append(steps.step({0: 1, 1: 2}))
+    torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-4)
 
 
 def test_only_the_rows_that_are_wanted_have_logits(tiny_model: MakeModel) -> None:

@@ -71,9 +71,7 @@ def test_nothing_left_for_pages_is_refused_with_all_figures() -> None:
 def test_weights_that_do_not_fit_are_refused_before_they_are_loaded() -> None:
     memory = FakeMemory(loaded=False)
     check_weights(memory, 70 * GIB, 0.9)
-    with pytest.raises(
-        StartupError, match=r"weights take 71.00 GiB, and 90% of .* have room for 70.2"
-    ):
+    with pytest.raises(StartupError, match=r"weights take 71.00 GiB, and 90% of .* have room for 70.2"):
         check_weights(memory, 71 * GIB, 0.9)
 
 
