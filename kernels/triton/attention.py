@@ -83,6 +83,7 @@ class TritonAttention:
         self.storage = storage or dtype
         self.num_sms = num_sms
         self.batch_invariant = batch_invariant
+        self.warpgroups = device.type != "cuda" or torch.cuda.get_device_capability(device)[0] == 9
 
     def allocate(self, num_pages: int) -> LayerCache:
         return allocate(self.geometry, self.storage, num_pages, self.device)
@@ -103,7 +104,7 @@ class TritonAttention:
             found = launches(
                 self.geometry, self.dtype.itemsize, self.storage.itemsize, tokens=batch.num_tokens,
                 sequences=batch.num_sequences, max_query=batch.max_query, max_keys=batch.max_keys, window=window,
-                num_sms=self.num_sms, invariant=self.batch_invariant,
+                num_sms=self.num_sms, invariant=self.batch_invariant, warpgroups=self.warpgroups,
                 least_query=1 if counts is None else int(counts[counts > 0].min(initial=batch.max_query)),
             )  # fmt: skip
             passes = plan.windows[window] = [self._pass(launch) for launch in found]

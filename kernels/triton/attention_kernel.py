@@ -87,7 +87,8 @@ def _attend(  # type: ignore[no-untyped-def]
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, WIDTH], tl.float32)
-    weight_type: tl.constexpr = tl.bfloat16 if key_scales is not None and q.dtype == tl.float16 else q.dtype
+    # In float16 a weight times a small scale would lose its last bits: for so long it is larger, by a power of two.
+    LARGER: tl.constexpr = 64.0 if q.dtype == tl.float16 else 1.0
     # The page of a tile is read one tile ahead, so that its keys can be asked for without waiting.
     key = low * TILE + place
     page = tl.load(table + key // PAGE, mask=(key >= first_key) & (key < end_key), other=0)
@@ -121,8 +122,10 @@ def _attend(  # type: ignore[no-untyped-def]
         total = total * shrink + tl.sum(weights, axis=1)
         top = highest
         if value_scales is not None:
-            weights *= tl.load(value_scales + row, mask=live, other=0.0)[None, :]
-        acc = acc * shrink[:, None] + _dot(weights.to(weight_type), _operand(v, weight_type), UPCAST)
+            weights *= (tl.load(value_scales + row, mask=live, other=0.0) * LARGER)[None, :]
+        acc = acc * shrink[:, None] + _dot(weights.to(q.dtype), _operand(v, q.dtype), UPCAST)
+    if value_scales is not None:
+        acc *= 1 / LARGER
     return acc, top, total
 
 

@@ -60,14 +60,26 @@ def decode_tile(geometry: Geometry, compute_bytes: int, stored_bytes: int) -> Ti
     return Tile(rows, keys, 4, 3)
 
 
-def chunk_tile(geometry: Geometry, compute_bytes: int, max_query: int) -> Tile:
-    """For a prompt's chunk: bound by arithmetic, so as many rows as registers hold, but no more than there are."""
+def chunk_tile(
+    geometry: Geometry, compute_bytes: int, stored_bytes: int, max_query: int, warpgroups: bool = True
+) -> Tile:
+    """For a prompt's chunk: bound by arithmetic, so as many rows as registers hold, but no more than there are.
+
+    ``warpgroups``: the card multiplies by warpgroups (Hopper), out of shared memory. Others hold queries in registers,
+    and what pages hold in fewer bits beside what it becomes.
+    """
     width = power_of_two(geometry.head_dim)
     most = (32 if compute_bytes == 4 else 128) // (1 if width <= 128 else 2)
     rows = max(16, power_of_two(geometry.group), min(most, power_of_two(max_query * geometry.group)))
     if compute_bytes == 4:
         return Tile(rows, 32 if width <= 128 else 16, 8, 2)
-    return Tile(rows, 64 if width <= 128 else 32, 8 if rows >= 128 else 4, 2)
+    if not warpgroups:
+        if stored_bytes < compute_bytes:
+            rows = max(rows // 2, 16, power_of_two(geometry.group))
+        spread = rows >= 128 or width > 128 or stored_bytes < compute_bytes
+        return Tile(rows, 64 if width <= 64 else 32, 8 if spread else 4, 2)
+    spread = rows >= 128 or (width > 128 and stored_bytes < compute_bytes)
+    return Tile(rows, 64 if width <= 128 else 32, 8 if spread else 4, 2)
 
 
 def invariant_tile(geometry: Geometry, compute_bytes: int) -> Tile:
@@ -75,7 +87,7 @@ def invariant_tile(geometry: Geometry, compute_bytes: int) -> Tile:
     a piece beside those of all pieces before it."""
     width = power_of_two(geometry.head_dim)
     if compute_bytes == 4:
-        return chunk_tile(geometry, compute_bytes, 1)
+        return chunk_tile(geometry, compute_bytes, compute_bytes, 1)
     rows = max(power_of_two(geometry.group), 64 if width <= 128 else 32)
     return Tile(rows, 64 if width <= 64 else 32, 8 if rows >= 128 or width > 128 else 4, 3)
 
@@ -108,6 +120,7 @@ def launches(
     num_sms: int,
     invariant: bool,
     least_query: int = 1,
+    warpgroups: bool = True,
 ) -> list[Launch]:
     """What a batch of these bounds takes. ``least_query``: no sequence that has queries has fewer.
 
@@ -119,7 +132,7 @@ def launches(
         small = large = invariant_tile(geometry, compute_bytes)
     else:
         small = decode_tile(geometry, compute_bytes, stored_bytes)
-        large = chunk_tile(geometry, compute_bytes, max_query)
+        large = chunk_tile(geometry, compute_bytes, stored_bytes, max_query, warpgroups)
     keys = max_keys if window is None else min(max_keys, window + large.queries(geometry.group))
     wants = []
     if least_query <= few:

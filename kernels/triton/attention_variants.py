@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from kernels.contract import Geometry
@@ -28,11 +29,11 @@ PHI_3 = Geometry(32, 32, 96, 16)
 FALCON = Geometry(71, 1, 64, 16)
 
 
-def _tile(use: str, geometry: Geometry, dtype: str, pages: str) -> Tile:
+def _tile(use: str, geometry: Geometry, dtype: str, pages: str, arch: int) -> Tile:
     if use == "decode":
         return decode_tile(geometry, BYTES[dtype], BYTES[pages])
     if use == "chunk":
-        return chunk_tile(geometry, BYTES[dtype], 1 << 13)
+        return chunk_tile(geometry, BYTES[dtype], BYTES[pages], 1 << 13, warpgroups=arch == 90)
     return invariant_tile(geometry, BYTES[dtype])
 
 
@@ -52,10 +53,12 @@ def _attention(
     window: bool = False,
     softcap: bool = False,
     sinks: bool = False,
+    arch: int = 90,
 ) -> Variant:
+    """A chunk's tile is one card's: it is for ``arch`` alone."""
     pages = pages or dtype
     scaled = pages in ("fp8e4nv", "i8")
-    tile = _tile(use, geometry, dtype, pages)
+    tile = _tile(use, geometry, dtype, pages, arch)
     search = use == "chunk"
     given = {
         "out": f"*{dtype}", "query": f"*{dtype}", "keys": f"*{pages}", "values": f"*{pages}", "query_start": "*i32",
@@ -76,13 +79,13 @@ def _attention(
         ("split", split), ("fixed", fixed), ("window", window), ("softcap", softcap), ("sinks", sinks)) if there
     )  # fmt: skip
     return Variant(
-        name=_name(use, geometry, dtype, pages, features),
+        name=_name(f"{use}{arch}" if search else use, geometry, dtype, pages, features),
         kernel=paged_attention,
         signature=given,
         constexprs={**dict.fromkeys(absent), **sizes, "PAGE": geometry.block_size, "ROWS": tile.rows, "UPCAST": False},
         num_warps=tile.warps,
         num_stages=tile.stages,
-        archs=FP8_ARCHS if pages == "fp8e4nv" else EVERY_ARCH,
+        archs=(arch,) if search else FP8_ARCHS if pages == "fp8e4nv" else EVERY_ARCH,
         divisible=frozenset({"token_stride", "head_stride"}),
     )
 
@@ -119,20 +122,31 @@ def _merge(geometry: Geometry, dtype: str, *, fixed: bool = False, sinks: bool =
     )
 
 
+def _both(geometry: Geometry, dtype: str = "bf16", pages: str | None = None, **features: bool) -> Iterator[Variant]:
+    """A decode and, for each card, a chunk."""
+    yield _attention("decode", geometry, dtype, pages, **features)
+    for arch in FP8_ARCHS if pages == "fp8e4nv" else EVERY_ARCH:
+        yield _attention("chunk", geometry, dtype, pages, **features, arch=arch)
+
+
 VARIANTS = [
-    *(_attention("decode", one, dtype, split=split) for one in (LLAMA_1B, LLAMA_8B, GEMMA_9B)
-      for dtype in ("bf16", "fp16") for split in (False, True)),
-    *(_attention("chunk", one, dtype) for one in (LLAMA_1B, LLAMA_8B, GEMMA_9B) for dtype in ("bf16", "fp16")),
-    *(_attention(use, one, "bf16", "fp8e4nv", split=use == "decode") for one in (LLAMA_1B, LLAMA_8B, GEMMA_9B)
-      for use in ("decode", "chunk")),
-    *(_attention(use, LLAMA_8B, "fp16", "i8") for use in ("decode", "chunk")),
+    *_both(LLAMA_1B),
+    *_both(LLAMA_8B),
+    *_both(LLAMA_8B, "fp16"),
+    *_both(GEMMA_9B),
+    *_both(GEMMA_9B, window=True, softcap=True),
+    *_both(LLAMA_1B, window=True, sinks=True),
+    *_both(PHI_3),
+    *_both(FALCON),
+    *_both(LLAMA_1B, "fp32"),
+    *_both(GEMMA_9B, "fp32"),
+    *(variant for one in (LLAMA_1B, LLAMA_8B, GEMMA_9B) for variant in _both(one, "bf16", "fp8e4nv")),
+    *_both(LLAMA_8B, "fp16", "i8"),
+    *(_attention("decode", one, split=True) for one in (LLAMA_1B, LLAMA_8B, GEMMA_9B)),
+    _attention("decode", LLAMA_8B, "bf16", "fp8e4nv", split=True),
     *(_attention("invariant", one, "bf16", split=split, fixed=True) for one in (LLAMA_1B, LLAMA_8B, GEMMA_9B)
       for split in (False, True)),
     _attention("invariant", LLAMA_8B, "bf16", "fp8e4nv", fixed=True),
-    *(_attention(use, GEMMA_9B, window=True, softcap=True) for use in ("decode", "chunk")),
-    *(_attention(use, LLAMA_1B, window=True, sinks=True) for use in ("decode", "chunk")),
-    *(_attention(use, one) for one in (PHI_3, FALCON) for use in ("decode", "chunk")),
-    *(_attention(use, one, "fp32") for one in (LLAMA_1B, GEMMA_9B) for use in ("decode", "chunk")),
     _merge(LLAMA_8B, "bf16"),
     _merge(LLAMA_8B, "bf16", fixed=True, sinks=True),
     _merge(GEMMA_9B, "bf16"),

@@ -40,7 +40,17 @@ def _dot(self: interpreter.InterpreterBuilder, a: Any, b: Any, total: Any, *how:
     return interpreter.TensorHandle(products + total.data, total.dtype.scalar)
 
 
+def _call(self: interpreter.InterpretedFunction, *args: object, **kwargs: object) -> object:
+    """One kernel function by another. The interpreter searches the whole language for what to patch, each time; the
+    launch has done that already, but for the module that the standard functions use."""
+    if self.fn.__globals__.get("core") is tl.core and not _patched:
+        _patched.append(interpreter._patch_lang(self.fn))
+    return self.rewrite()(*args, **kwargs)
+
+
+_patched: list[object] = []
 _convert_float = interpreter._convert_float
 _create_dot = interpreter.InterpreterBuilder.create_dot
 interpreter._convert_float = _nearest
+interpreter.InterpretedFunction.__call__ = _call
 interpreter.InterpreterBuilder.create_dot = _dot

@@ -39,7 +39,8 @@ def cut(geometry: Geometry = LLAMA_8B, **bounds: Any) -> list[Launch]:
 def test_tiles_hold_what_they_must(geometry: Geometry, compute: int, stored: int, max_query: int) -> None:
     for tile in (
         decode_tile(geometry, compute, stored),
-        chunk_tile(geometry, compute, max_query),
+        chunk_tile(geometry, compute, stored, max_query),
+        chunk_tile(geometry, compute, stored, max_query, warpgroups=False),
         invariant_tile(geometry, compute),
     ):
         assert tile.rows >= max(16, geometry.group), "a matrix instruction has 16 rows, and a token's group is together"
