@@ -79,6 +79,8 @@ class ChildProcess:
         os.close(self._requests)
         for thread in self._threads:
             thread.join(timeout=5)
+        if self._process.stdout is not None and not self._threads[-1].is_alive():
+            self._process.stdout.close()
         if ended is None:
             return ""
         how = signal.Signals(-ended).name if ended < 0 else f"exit code {ended}"

@@ -61,7 +61,8 @@ def test_every_row_has_what_its_table_shows(rehearsed: tuple[int, str, str, dict
             assert stage["checks"] and all(check["passed"] for check in stage["checks"]), stage
     kernels = {row["kernel"] for stage in found["stages"] if stage["name"] == "kernels" for row in stage["rows"]}
     for kernel in ("attention, decode", "norm, with the residual's sum", "gated activation", "cache write",
-                   "rotary and write", "product", "page copies", "swap out", "swap in", "sampling"):  # fmt: skip
+                   "rotary and write", "product", "page copies", "pages in one launch", "swap out", "swap in",
+                   "sampling"):  # fmt: skip
         assert kernel in kernels
     policies = [row["policy"] for stage in found["stages"] if stage["name"] == "serving" for row in stage["rows"]]
     assert policies == ["continuous", "static"]
