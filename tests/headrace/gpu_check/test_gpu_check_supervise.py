@@ -105,7 +105,7 @@ def test_all_stages_together_keep_to_the_budget_even_if_all_hang() -> None:
 def test_a_quick_stage_leaves_its_time_to_the_next() -> None:
     run = Run({"limits": [{**END, "takes_s": 1}]}, ["limits", "kernels"], seconds=103)
     limits, kernels = run.asked
-    share = weights(chosen("limits,kernels"))
+    share = weights([stage for stage in STAGES if stage.name in ("limits", "kernels")])
     assert limits["seconds"] == pytest.approx(100 * share[0] / sum(share))
     assert kernels["seconds"] == pytest.approx(99)
 
@@ -172,7 +172,8 @@ def test_a_child_that_cannot_be_had_fails_the_stage(monkeypatch: pytest.MonkeyPa
 
 
 def test_stages_are_chosen_by_name_in_their_order() -> None:
-    assert [stage.name for stage in chosen("kernels, limits")] == ["limits", "kernels"]
+    assert [stage.name for stage in chosen("steps, contract")] == ["contract", "steps"]
+    assert [stage.name for stage in chosen("kernels")] == ["environment", "limits", "kernels"]
     assert chosen("") == list(STAGES)
     with pytest.raises(ValueError, match="'speed' is no stage; stages are environment, limits"):
         chosen("speed")
