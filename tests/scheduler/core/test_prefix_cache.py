@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from mesh_in_a_box import Box, request
 
@@ -49,6 +50,19 @@ def test_a_salt_keeps_its_content_to_itself() -> None:
         box.run()
     assert [s.computed for plan in box.plans for s in plan.starts] == [0, 0, 32, 32]
     box.assert_tokens_right()
+
+
+def test_pages_that_hold_other_types_are_other_content() -> None:
+    """A worker that came back with --kv-cache-dtype changed, or its neighbour, must not be taken to hold the same."""
+    content = set()
+    for dtype, kv_dtype in (("float32", ""), ("bfloat16", ""), ("float32", "int8"), ("float32", "float8_e4m3fn")):
+        box = wide()
+        (worker,) = box.core.workers.values()
+        worker.capacity = msgspec.structs.replace(worker.capacity, dtype=dtype, kv_dtype=kv_dtype)
+        box.submit(request("a", prompt=PROMPT, max_tokens=2))
+        box.run()
+        content.add(frozenset(worker.pool._by_hash))
+    assert [len(found) for found in content] == [8] * 4 and len(frozenset.union(*content)) == 32
 
 
 def test_a_page_is_hit_only_from_the_plan_after_the_one_that_writes_it() -> None:
