@@ -122,9 +122,7 @@ def prepare(
     limit = most_positions(module.config)
     vocab_size: int = module.get_input_embeddings().weight.shape[0]
     ends = end_tokens(module)
-    weights, reason = None, "it is divided over ranks"
-    if mine() is None:
-        weights, reason = _fused(module, geometry, found.layers, kernel, limit, whole=scheme == "none")
+    weights, reason = _fused(module, geometry, found.layers, kernel, limit, whole=scheme == "none")
     ranks = mine()
     if ranks is not None and not ranks.all_agree(weights is not None):  # all run it the same way
         weights, reason = None, reason or "another rank can't run its part otherwise"
