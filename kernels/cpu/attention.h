@@ -63,7 +63,7 @@ struct State {
 struct AttentionScratch {
     State split, total;
     alignas(64) float scores[MAX_ROWS * TILE];
-    alignas(64) float weights[MAX_ROWS * TILE];  // of T
+    alignas(64) float weights[MAX_ROWS * TILE];  // of RowNumber<T>, as queries
     alignas(64) float queries[MAX_ROWS * MAX_HEAD];
     const char* keys[TILE / BLOCK];
     const char* values[TILE / BLOCK];
@@ -111,7 +111,7 @@ inline void write_token(const Shape& shape, char* key_cache, char* value_cache, 
 // --- one tile --------------------------------------------------------------------------------------------------------
 
 template <class T, int ROWS>
-inline void score_rows(const T* queries, int dim, const char* const* keys, int blocks, float* scores) {
+inline void score_rows(const RowNumber<T>* queries, int dim, const char* const* keys, int blocks, float* scores) {
     constexpr int per_block = BLOCK / W;  // vectors
     constexpr int cols = ROWS * 4 <= MR * NV ? 4 : 2;  // few rows: more columns, to keep as many sums going
     const int vectors = blocks * per_block;
@@ -125,7 +125,7 @@ inline void score_rows(const T* queries, int dim, const char* const* keys, int b
         vf acc[ROWS][cols];
         for (int r = 0; r < ROWS; ++r)
             for (int j = 0; j < cols; ++j) acc[r][j] = vzero();
-        multiply<T, ROWS, cols>((const char*)queries, dim * ptrdiff_t(sizeof(T)), b, 4 * BLOCK, units, acc);
+        multiply<RowUnit<T>, ROWS, cols>((const char*)queries, dim * ptrdiff_t(sizeof(*queries)), b, 4 * BLOCK, units, acc);
         for (int r = 0; r < ROWS; ++r)
             for (int j = 0; j < cols; ++j)
                 if (first + j < vectors) vstore(scores + r * TILE + (first + j) * W, acc[r][j]);
@@ -133,7 +133,7 @@ inline void score_rows(const T* queries, int dim, const char* const* keys, int b
 }
 
 template <class T, int ROWS>
-inline void weigh_rows(const T* weights, int dim, const char* const* values, int blocks, float* out) {
+inline void weigh_rows(const RowNumber<T>* weights, int dim, const char* const* values, int blocks, float* out) {
     constexpr int units = BLOCK / Unit<T>::values;
     for (int first = 0; first < dim; first += 2 * W) {
         vf acc[ROWS][2];
@@ -144,7 +144,8 @@ inline void weigh_rows(const T* weights, int dim, const char* const* values, int
         }
         for (int block = 0; block < blocks; ++block) {
             const char* b[2] = {values[block] + 4 * first, values[block] + 4 * second};
-            multiply<T, ROWS, 2>((const char*)(weights + block * BLOCK), TILE * ptrdiff_t(sizeof(T)), b, 4 * ptrdiff_t(dim), units, acc);
+            multiply<RowUnit<T>, ROWS, 2>((const char*)(weights + block * BLOCK), TILE * ptrdiff_t(sizeof(*weights)), b,
+                                          4 * ptrdiff_t(dim), units, acc);
         }
         for (int r = 0; r < ROWS; ++r) {
             vstore(out + r * dim + first, acc[r][0]);
@@ -155,11 +156,11 @@ inline void weigh_rows(const T* weights, int dim, const char* const* values, int
 
 template <class T, int ROWS>
 struct TileRows {
-    static void score(int rows, const T* queries, int dim, const char* const* keys, int blocks, float* scores) {
+    static void score(int rows, const RowNumber<T>* queries, int dim, const char* const* keys, int blocks, float* scores) {
         if (rows < ROWS) return TileRows<T, ROWS - 1>::score(rows, queries, dim, keys, blocks, scores);
         score_rows<T, ROWS>(queries, dim, keys, blocks, scores);
     }
-    static void weigh(int rows, const T* weights, int dim, const char* const* values, int blocks, float* out) {
+    static void weigh(int rows, const RowNumber<T>* weights, int dim, const char* const* values, int blocks, float* out) {
         if (rows < ROWS) return TileRows<T, ROWS - 1>::weigh(rows, weights, dim, values, blocks, out);
         weigh_rows<T, ROWS>(weights, dim, values, blocks, out);
     }
@@ -167,16 +168,16 @@ struct TileRows {
 
 template <class T>
 struct TileRows<T, 0> {
-    static void score(int, const T*, int, const char* const*, int, float*) {}
-    static void weigh(int, const T*, int, const char* const*, int, float*) {}
+    static void score(int, const RowNumber<T>*, int, const char* const*, int, float*) {}
+    static void weigh(int, const RowNumber<T>*, int, const char* const*, int, float*) {}
 };
 
 // Keys first_key .. first_key + blocks * BLOCK - 1, of which row r sees those in [visible[r] - window, visible[r]).
 template <class T>
 inline void attend_tile(AttentionScratch& s, const Score& score, int rows, int dim, int first_key, int blocks) {
     State& state = s.split;
-    T* weights = (T*)s.weights;
-    const T* queries = (const T*)s.queries;
+    RowNumber<T>* weights = (RowNumber<T>*)s.weights;
+    const RowNumber<T>* queries = (const RowNumber<T>*)s.queries;
     const float hidden = -std::numeric_limits<float>::infinity();
     const int keys = blocks * BLOCK;
     alignas(64) float base[MAX_ROWS], change[MAX_ROWS] = {};
@@ -216,7 +217,13 @@ inline void attend_tile(AttentionScratch& s, const Score& score, int rows, int d
 #pragma GCC unroll 4
         for (int i = 0; i < keys; i += W) {
             const vf weight = vexp(vsub(vload(x + i), lowered));
-            vstore(weights + r * TILE + i, weight);
+            if constexpr (WIDENS<T>) {
+                T rounded[W];
+                vstore(rounded, weight);
+                vstore(weights + r * TILE + i, vload(rounded));
+            } else {
+                vstore(weights + r * TILE + i, weight);
+            }
             sum = vadd(sum, weight);
         }
         state.sum[r] = state.sum[r] * change[r] + vsum(sum);
@@ -281,7 +288,12 @@ inline void load_queries(AttentionScratch& s, const Shape& shape, const Ragged& 
                          const T* query, ptrdiff_t stride) {
     const int group = shape.group(), dim = shape.head_dim;
     for (int q = 0; q < item.count; ++q) {
-        std::memcpy((T*)s.queries + q * group * dim, query + (item.first + q) * stride + kv_head * group * dim, group * dim * sizeof(T));
+        const T* from = query + (item.first + q) * stride + kv_head * group * dim;
+        RowNumber<T>* to = (RowNumber<T>*)s.queries + q * group * dim;
+        if constexpr (WIDENS<T>)
+            widen_rows(from, dim, group, dim, to, dim);
+        else
+            std::memcpy(to, from, group * dim * sizeof(T));
         for (int g = 0; g < group; ++g) s.visible[q * group + g] = int(batch.visible[item.first + q]);
     }
 }

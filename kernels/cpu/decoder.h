@@ -33,7 +33,7 @@ struct Tasks {
 
 struct ThreadScratch {
     AttentionScratch attention;
-    char* panel = nullptr;  // an int8 panel expanded
+    char* panel = nullptr;  // room_bytes of the widest product
 };
 
 // --- phases that a whole pass and single operations share ------------------------------------------------------------
@@ -47,7 +47,7 @@ template <class Row>
     });
 }
 
-// store(panel, row, tile row) for each panel of w and each row of a; `scratch` is this thread's, for an int8 panel.
+// store(panel, row, tile row) for each panel of w and each row of a; `scratch` is this thread's: room_bytes.
 template <class T, class Store>
 [[nodiscard]] inline bool share_product(Crew& crew, int threads, const Weight& w, const T* a, ptrdiff_t stride, int rows,
                                         char* scratch, Store&& store) {
@@ -277,7 +277,7 @@ class Decoder {
         size_t widest = size_t(model_.inner > model_.hidden ? model_.inner : model_.hidden);
         widest = std::max(widest, size_t(model_.heads) * model_.head_dim);
         for (ThreadScratch& s : scratch_) {
-            panels_.emplace_back(new char[(widest + 2) * PANEL * sizeof(T) + 64]);
+            panels_.emplace_back(new char[room_bytes<T>(int(widest)) + 64]);
             s.panel = (char*)((uintptr_t(panels_.back().get()) + 63) & ~uintptr_t(63));
         }
     }

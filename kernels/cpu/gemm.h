@@ -18,8 +18,6 @@ namespace HEADRACE_ISA {
 using headrace::Crew;
 using headrace::Pool;
 
-constexpr int PANEL = 32;  // columns
-
 #if defined(__AVX512F__)
 constexpr int MR = 12, NV = 2;  // 24 of 32 registers accumulate
 #elif defined(__AVX2__)
@@ -27,6 +25,22 @@ constexpr int MR = 6, NV = 2;  // 12 of 16
 #else
 constexpr int MR = 4, NV = 2;
 #endif
+
+// Where the processor has no products of bf16, rows are widened to floats before they are multiplied, and so is a panel
+// that more than one tile of rows reads. The terms and their order stay, and so every bit.
+#if defined(__AVX512BF16__)
+template <class T>
+constexpr bool WIDENS = false;
+#else
+template <class T>
+constexpr bool WIDENS = std::is_same_v<T, bf16>;
+#endif
+
+// Rows as they are multiplied by columns of T: their units, their numbers.
+template <class T>
+using RowUnit = std::conditional_t<WIDENS<T>, wide_rows, T>;
+template <class T>
+using RowNumber = std::conditional_t<WIDENS<T>, float, T>;
 
 // acc[r][j] += A's row r times the columns of b[j], over `units` units.
 template <class T, int ROWS, int COLS>
@@ -36,7 +50,7 @@ inline __attribute__((always_inline)) void multiply(const char* a, ptrdiff_t row
     for (int j = 0; j < COLS; ++j) column[j] = b[j];
     for (int unit = 0; unit < units; ++unit) {
         for (int r = 0; r < ROWS; ++r) {
-            auto x = Unit<T>::broadcast(a + r * row_bytes + 4 * unit);
+            auto x = Unit<T>::broadcast(a + r * row_bytes + Unit<T>::row_bytes * unit);
             for (int j = 0; j < COLS; ++j) acc[r][j] = Unit<T>::mac(acc[r][j], x, column[j]);
         }
         for (int j = 0; j < COLS; ++j) column[j] += unit_bytes;
@@ -61,7 +75,7 @@ inline void multiply_group(const char* a, ptrdiff_t row_bytes, const char* panel
         __builtin_prefetch(ahead.at);
         ahead.at += ahead.step;
         for (int r = 0; r < ROWS; ++r) {
-            auto x = Unit<T>::broadcast(a + r * row_bytes + 4 * unit);
+            auto x = Unit<T>::broadcast(a + r * row_bytes + Unit<T>::row_bytes * unit);
             for (int j = 0; j < NV; ++j) acc[r][j] = Unit<T>::mac(acc[r][j], x, column + 4 * W * j);
         }
         column += 4 * PANEL;
@@ -73,8 +87,9 @@ inline void multiply_group(const char* a, ptrdiff_t row_bytes, const char* panel
 // How far before its use an int8 panel is asked for: beyond the page that the processor's own prefetching stays in.
 constexpr int AHEAD_BYTES = 2048;
 
-// The same of an int8 panel. With `expanded` the panel is left there as one of T, for the rows that follow.
-template <class T, int ROWS, int FIRST>
+// The same of an int8 panel, with rows of U. With `expanded` the panel is left there, for the rows that follow: as one of
+// T, or of float if T is widened.
+template <class T, class U, int ROWS, int FIRST>
 inline void multiply_group_int8(const char* a, ptrdiff_t row_bytes, const int8_t* panel, int units, float* tile, char* expanded) {
     vf acc[ROWS][NV];
     for (int r = 0; r < ROWS; ++r)
@@ -95,9 +110,9 @@ inline void multiply_group_int8(const char* a, ptrdiff_t row_bytes, const int8_t
             panel += size;
         }
         if (expanded)
-            for (int j = 0; j < NV; ++j) Int8<T>::store(expanded + 4 * (size_t(unit) * PANEL + FIRST + j * W), b[j]);
+            for (int j = 0; j < NV; ++j) Int8<T>::store(expanded, unit, FIRST + j * W, b[j]);
         for (int r = 0; r < ROWS; ++r) {
-            const auto x = Unit<T>::broadcast(a + r * row_bytes + 4 * unit);
+            const auto x = Unit<U>::broadcast(a + r * row_bytes + Unit<U>::row_bytes * unit);
             for (int j = 0; j < NV; ++j) acc[r][j] = Int8<T>::mac(acc[r][j], x, b[j]);
         }
     }
@@ -105,31 +120,34 @@ inline void multiply_group_int8(const char* a, ptrdiff_t row_bytes, const int8_t
         for (int j = 0; j < NV; ++j) vstore(tile + r * PANEL + FIRST + j * W, acc[r][j]);
 }
 
-template <class T, int ROWS>
+template <class U, int ROWS>
 struct Rows {
     static void multiply_panel(int rows, const char* a, ptrdiff_t row_bytes, const char* panel, int units, float* tile,
                                Ahead ahead) {
-        if (rows < ROWS) return Rows<T, ROWS - 1>::multiply_panel(rows, a, row_bytes, panel, units, tile, ahead);
+        if (rows < ROWS) return Rows<U, ROWS - 1>::multiply_panel(rows, a, row_bytes, panel, units, tile, ahead);
         for (int first = 0; first < PANEL; first += NV * W)
-            multiply_group<T, ROWS>(a, row_bytes, panel, units, first, tile, ahead);
+            multiply_group<U, ROWS>(a, row_bytes, panel, units, first, tile, ahead);
     }
+    template <class T>
     static void multiply_int8(int rows, const char* a, ptrdiff_t row_bytes, const int8_t* panel, int units, float* tile,
                               char* expanded) {
-        if (rows < ROWS) return Rows<T, ROWS - 1>::multiply_int8(rows, a, row_bytes, panel, units, tile, expanded);
-        groups_int8<0>(a, row_bytes, panel, units, tile, expanded);
+        if (rows < ROWS)
+            return Rows<U, ROWS - 1>::template multiply_int8<T>(rows, a, row_bytes, panel, units, tile, expanded);
+        groups_int8<T, 0>(a, row_bytes, panel, units, tile, expanded);
     }
 
    private:
-    template <int FIRST>
+    template <class T, int FIRST>
     static void groups_int8(const char* a, ptrdiff_t row_bytes, const int8_t* panel, int units, float* tile, char* expanded) {
-        multiply_group_int8<T, ROWS, FIRST>(a, row_bytes, panel, units, tile, expanded);
-        if constexpr (FIRST + NV * W < PANEL) groups_int8<FIRST + NV * W>(a, row_bytes, panel, units, tile, expanded);
+        multiply_group_int8<T, U, ROWS, FIRST>(a, row_bytes, panel, units, tile, expanded);
+        if constexpr (FIRST + NV * W < PANEL) groups_int8<T, FIRST + NV * W>(a, row_bytes, panel, units, tile, expanded);
     }
 };
 
-template <class T>
-struct Rows<T, 0> {
+template <class U>
+struct Rows<U, 0> {
     static void multiply_panel(int, const char*, ptrdiff_t, const char*, int, float*, Ahead) {}
+    template <class T>
     static void multiply_int8(int, const char*, ptrdiff_t, const int8_t*, int, float*, char*) {}
 };
 
@@ -156,7 +174,34 @@ inline size_t panel_bytes(const Weight& w) {
     return w.format == Format::int8 ? full / 4 * Unit<T>::values : full;
 }
 
-// `next`: a panel that this thread is likely to take after this one, or null.
+// Room of a thread for a panel that is expanded and a tile of rows that are widened, of products over k.
+template <class T>
+inline size_t room_bytes(int k) {
+    const size_t units = units_of<T>(k);
+    return WIDENS<T> ? units * 8 * (PANEL + MR) : units * 4 * PANEL;
+}
+
+// `count` rows of k numbers to floats, `width` to a row.
+template <class T>
+inline void widen_rows(const T* a, ptrdiff_t stride, int count, int k, float* out, int width) {
+    for (int r = 0; r < count; ++r, a += stride, out += width) {
+        int at = 0;
+        for (; at + W <= k; at += W) vstore(out + at, vload(a + at));
+        for (; at < width; ++at) out[at] = at < k ? to_float(a[at]) : 0;
+    }
+}
+
+// A panel of bf16 to one of floats.
+inline void widen_panel(const char* panel, int units, float* out) {
+    for (int unit = 0; unit < units; ++unit, panel += 4 * PANEL, out += 2 * PANEL)
+        for (int c = 0; c < PANEL; c += W) {
+            const vi pairs = vload_bits(panel + 4 * c);
+            vstore(out + c, vlow(pairs));
+            vstore(out + PANEL + c, vhigh(pairs));
+        }
+}
+
+// `next`: a panel that this thread is likely to take after this one, or null; `scratch`: room_bytes.
 // Panel `index` of w times all `rows` of a; store(row, tile row of PANEL floats) for each row, in order.
 template <class T, class Store>
 inline void panel_product(const Weight& w, int index, const T* a, ptrdiff_t stride, int rows, char* scratch, const char* next, Store&& store) {
@@ -169,13 +214,30 @@ inline void panel_product(const Weight& w, int index, const T* a, ptrdiff_t stri
     for (int t = 0, row = 0; t < tiles; ++t) {
         const Ahead ahead = spread ? Ahead{next + t * bytes / tiles, bytes / units / tiles} : Ahead{panel, 0};
         const int count = (rows - row) / (tiles - t);  // even shares: no tile of a single row at the end
-        const char* first = (const char*)(a + row * stride);
-        const ptrdiff_t row_bytes = stride * ptrdiff_t(sizeof(T));
-        if (w.format == Format::int8 && t == 0) {
-            Rows<T, MR>::multiply_int8(count, first, row_bytes, (const int8_t*)panel, units, tile, tiles > 1 ? scratch : nullptr);
-            panel = scratch;
+        if constexpr (WIDENS<T>) {
+            float* rows_wide = (float*)(scratch + size_t(units) * 8 * PANEL);
+            const ptrdiff_t row_bytes = ptrdiff_t(units) * 8;
+            widen_rows(a + row * stride, stride, count, w.k, rows_wide, 2 * units);
+            const char* first = (const char*)rows_wide;
+            if (w.format == Format::int8 && t == 0) {
+                Rows<wide_rows, MR>::template multiply_int8<T>(count, first, row_bytes, (const int8_t*)panel, units, tile,
+                                                               tiles > 1 ? scratch : nullptr);
+            } else if (tiles == 1) {
+                Rows<wide_rows, MR>::multiply_panel(count, first, row_bytes, panel, units, tile, ahead);
+            } else {
+                if (t == 0) widen_panel(panel, units, (float*)scratch);
+                Rows<float, MR>::multiply_panel(count, first, row_bytes, scratch, 2 * units, tile, {ahead.at, ahead.step / 2});
+            }
         } else {
-            Rows<T, MR>::multiply_panel(count, first, row_bytes, panel, units, tile, ahead);
+            const char* first = (const char*)(a + row * stride);
+            const ptrdiff_t row_bytes = stride * ptrdiff_t(sizeof(T));
+            if (w.format == Format::int8 && t == 0) {
+                Rows<T, MR>::template multiply_int8<T>(count, first, row_bytes, (const int8_t*)panel, units, tile,
+                                                       tiles > 1 ? scratch : nullptr);
+                panel = scratch;
+            } else {
+                Rows<T, MR>::multiply_panel(count, first, row_bytes, panel, units, tile, ahead);
+            }
         }
         if (w.format == Format::int8) {
             for (int c = 0; c < PANEL; c += W) {

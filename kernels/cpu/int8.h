@@ -23,9 +23,11 @@ inline vf vfrom_int8(const int8_t* p) {
 }
 #endif
 
+constexpr int PANEL = 32;  // columns
+
 // load: columns [first, first + COLS * W) of a unit. `first` is a multiple of COLS * W, and known when this is compiled.
 // AHEAD: there are registers enough to convert a unit while the one before is multiplied.
-// store: a column as an expanded panel has it.
+// store: W columns of a unit where an expanded panel has them (in floats where the processor has no products of bf16).
 template <class T>
 struct Int8;
 
@@ -39,7 +41,7 @@ struct Int8<float> {
     static inline __attribute__((always_inline)) void load(const int8_t* unit, int first, Column (&out)[COLS]) {
         for (int j = 0; j < COLS; ++j) out[j] = vfrom_int8(unit + first + j * W);
     }
-    static inline void store(char* to, Column x) { vstore((float*)to, x); }
+    static inline void store(char* panel, int unit, int column, Column x) { vstore((float*)panel + size_t(unit) * PANEL + column, x); }
     static inline vf mac(vf acc, vf a, Column b) { return vfma(a, b, acc); }
 };
 
@@ -83,7 +85,9 @@ struct Int8<bf16> {
         out[0] = (__m512bh)_mm512_unpacklo_epi8(low, top);
         out[1] = (__m512bh)_mm512_unpackhi_epi8(low, top);
     }
-    static inline void store(char* to, Column x) { _mm512_storeu_si512(to, (vi)x); }
+    static inline void store(char* panel, int unit, int column, Column x) {
+        _mm512_storeu_si512(panel + 4 * (size_t(unit) * PANEL + column), (vi)x);
+    }
     static inline vf mac(vf acc, __m512bh a, Column b) { return _mm512_dpbf16_ps(acc, a, b); }
 };
 
@@ -132,17 +136,10 @@ struct Int8<bf16> {
     }
 #endif
 
-    static inline void store(char* to, Column x) {  // the half that a bf16 lacks is zero
-#if defined(__AVX512F__)
-        const vi low = _mm512_srli_epi32(_mm512_castps_si512(x.low), 16);
-        _mm512_storeu_si512(to, _mm512_or_si512(low, _mm512_castps_si512(x.high)));
-#elif defined(__AVX2__)
-        const vi low = _mm256_srli_epi32(_mm256_castps_si256(x.low), 16);
-        _mm256_storeu_si256((vi*)to, _mm256_or_si256(low, _mm256_castps_si256(x.high)));
-#else
-        const vi pairs = (vi)x.high | (((vi)x.low >> 16) & 0xffff);
-        std::memcpy(to, &pairs, 16);
-#endif
+    static inline void store(char* panel, int unit, int column, Column x) {
+        float* low = (float*)panel + 2 * size_t(unit) * PANEL + column;
+        vstore(low, x.low);
+        vstore(low + PANEL, x.high);
     }
     template <class Broadcast>
     static inline vf mac(vf acc, Broadcast a, Column b) {

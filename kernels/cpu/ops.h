@@ -74,7 +74,7 @@ struct LinearContext {
     T* out;
     int64_t a_stride, out_stride;
     int rows, threads;
-    char* const* panels;  // [threads]: room for an int8 panel
+    char* const* panels;  // [threads]: room_bytes
 };
 
 template <class T>
@@ -91,8 +91,8 @@ void linear(Pool& pool, const HrWeight& weight, const void* a, int64_t a_stride,
     static std::vector<char*> panels;
     LinearContext<T> c{};
     c.weight = weight_of(weight);
-    if (c.weight.format == Format::int8) {
-        const size_t bytes = size_t(units_of<T>(weight.k)) * 4 * PANEL + 64;
+    if (c.weight.format == Format::int8 || WIDENS<T>) {
+        const size_t bytes = room_bytes<T>(weight.k) + 64;
         room.resize(pool.threads());
         panels.resize(pool.threads());
         for (size_t i = 0; i < room.size(); ++i) {

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <type_traits>
 
 #if defined(__AVX512F__) || defined(__AVX2__)
 #include <immintrin.h>
@@ -263,7 +264,7 @@ struct Unit;
 
 template <>
 struct Unit<float> {
-    static constexpr int values = 1;
+    static constexpr int values = 1, row_bytes = 4;  // of A
     using Broadcast = vf;
     static inline Broadcast broadcast(const char* p) {
         float x;
@@ -276,7 +277,7 @@ struct Unit<float> {
 #if defined(__AVX512BF16__)
 template <>
 struct Unit<bf16> {
-    static constexpr int values = 2;
+    static constexpr int values = 2, row_bytes = 4;
     using Broadcast = __m512bh;
     static inline Broadcast broadcast(const char* p) {
         int32_t pair;
@@ -290,7 +291,7 @@ struct Unit<bf16> {
 #else
 template <>
 struct Unit<bf16> {
-    static constexpr int values = 2;
+    static constexpr int values = 2, row_bytes = 4;
     struct Broadcast {
         vf low, high;
     };
@@ -305,5 +306,25 @@ struct Unit<bf16> {
     }
 };
 #endif
+
+// bf16 whose rows of A are floats already: to broadcast a number from memory is one instruction, to widen it first four.
+struct wide_rows {};
+
+template <>
+struct Unit<wide_rows> {
+    static constexpr int values = 2, row_bytes = 8;
+    struct Broadcast {
+        vf low, high;
+    };
+    static inline Broadcast broadcast(const char* p) {
+        float pair[2];
+        std::memcpy(pair, p, 8);
+        return {vset(pair[0]), vset(pair[1])};
+    }
+    static inline vf mac(vf acc, Broadcast a, const char* b) {
+        vi pairs = vload_bits(b);
+        return vfma(a.high, vhigh(pairs), vfma(a.low, vlow(pairs), acc));
+    }
+};
 
 }  // namespace HEADRACE_ISA
