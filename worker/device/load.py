@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 from torch import nn
@@ -40,12 +41,12 @@ from worker.device.cuda_port import CudaPort
 from worker.device.decoder import FusedDecoder, FusedWeights, fuse
 from worker.device.memory import CudaMemory, DeviceMemory, check_weights, largest_step, measure
 from worker.device.model import DeviceModel, ModuleModel, freeze_rotations, graph_tokens, replace_linears, waits
-from worker.device.port import Port, Uploads
+from worker.device.port import Port
 from worker.device.runner import DeviceRunner
-from worker.device.sampling import DeviceSampler, SamplingParams, host_params
+from worker.device.sampling import DeviceSampler, SamplingParams, Wanted, host_params
 from worker.grammar import Grammars, load_engine_tokenizer
 from worker.kv_cache import bytes_per_token, pool_size_of_all, storage_dtype
-from worker.logprobs import MAX_ROWS, log_probabilities
+from worker.logprobs import MAX_ROWS
 from worker.model import (
     LoadedModel,
     dtype_of,
@@ -56,8 +57,10 @@ from worker.model import (
     run_trial,
 )
 from worker.parallel.ranks import mine
+from worker.processors import Shape
 from worker.sampling import SampleRow
 from worker.self_check import rows_keep_their_bits
+from worker.token_counts import TokenCounts
 
 log = logging.getLogger("headrace.worker.device")
 
@@ -273,7 +276,7 @@ def device_runner(
     graph_room = 0
     if room.graph_rows and prepared.model.graph_tokens:
         graph_room = min(GRAPH_BYTES, memory.free_and_total()[1] // GRAPH_SHARE)
-    sample = _sampling(DeviceSampler(port.device, Uploads(port)), device)
+    sample = _sampling(DeviceSampler(device, lambda packed: torch.from_numpy(packed).to(device)), device)
 
     def step() -> None:
         largest_step(
@@ -323,12 +326,17 @@ def device_runner(
 
 
 def _sampling(sampler: DeviceSampler, device: torch.device) -> Callable[[torch.Tensor], None]:
-    """What is done with the logits of the largest step, at most: each row filtered, some told of."""
+    """What is done with the logits of the largest step, at most: each row filtered, one shaped, some told of. Whatever
+    kernels that takes are compiled by then."""
 
     def sample(logits: torch.Tensor) -> None:
         rows = [SampleRow(Sampling(seed=1, max_tokens=1, top_p=0.9, top_k=50), 0, 0, row) for row in range(len(logits))]
-        sampler.sample(logits, SamplingParams.of(torch.from_numpy(host_params(rows)).to(device)))
-        log_probabilities(logits[:MAX_ROWS])
+        penalties = Sampling(seed=1, max_tokens=1, repetition_penalty=1.1)
+        counts = TokenCounts(1, with_prompt=True)
+        counts.follow([0])
+        allowed = np.full(-(-logits.shape[1] // 8), 255, dtype=np.uint8)
+        wanted = Wanted({0: Shape(penalties, (0,), counts, allowed)}, dict.fromkeys(range(min(len(rows), MAX_ROWS)), 1))
+        sampler.enqueue(logits, SamplingParams.of(torch.from_numpy(host_params(rows)).to(device)), wanted)
 
     return sample
 
