@@ -41,6 +41,15 @@ class WorkerConfig(MeshConfig):
     batch_invariant: bool = option(
         False, "a request's tokens do not depend on its batch: on a GPU by slower kernels, on a CPU in any case"
     )
+    cuda_graphs: str = option(
+        "auto",
+        "on a GPU, run steps that only decode as captured graphs, which take less of the host; auto: where the model's "
+        "code can be captured",
+        choices=("auto", "off"),
+    )
+    cuda_graph_rows: int = option(
+        256, "sequences of the largest step that runs as a graph; more take more memory", check=between(1, 1024)
+    )
     kv_cache_dtype: str = option(
         "auto",
         "what KV blocks hold; auto: the dtype; fp8 (e4m3) and int8 take less and round, each token's head with a scale",

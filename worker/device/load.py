@@ -70,9 +70,6 @@ GRAPH_BYTES = 1 << 30
 GRAPH_SHARE = 32
 """Nor are they given more than this part of it."""
 
-GRAPH_ROWS = 256
-"""Of the largest graph."""
-
 MakeKernel = Callable[[Geometry, Sequence[LayerAttention], torch.dtype], DeviceKernel]
 
 
@@ -431,7 +428,7 @@ def load_on(
         step_tokens=config.max_batched_tokens,
         max_model_len=config.max_model_len,
         swap_space=size_bytes(config.swap_space),
-        graph_rows=GRAPH_ROWS,
+        graph_rows=config.cuda_graph_rows if config.cuda_graphs == "auto" else 0,
     )
     runner = device_runner(
         prepared,
