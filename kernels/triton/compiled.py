@@ -8,7 +8,9 @@ what is compiled, so that only what has changed takes time.
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
+import inspect
 import json
 import os
 import pkgutil
@@ -25,14 +27,14 @@ from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
+from triton.backends.nvidia.compiler import CUDABackend, get_ptxas, sm_arch_from_capability
 from triton.compiler import ASTSource
 from triton.runtime.cache import get_cache_manager
 
 import kernels.triton
 from kernels.triton.variants import EVERY_ARCH, Variant
 
-_LOG = "ptxas.log"
+_LOG = "ptxas.txt"
 """Beside the compiled kernel in Triton's cache."""
 
 
@@ -130,12 +132,18 @@ def _ptxas_log(built: Any, arch: int) -> str:
     with tempfile.TemporaryDirectory() as folder:
         ptx = Path(folder) / "kernel.ptx"
         ptx.write_text(built.asm["ptx"], "utf-8")
-        command = [get_ptxas(arch).path, "-v", f"--gpu-name={sm_arch_from_capability(arch)}", str(ptx)]
+        command = [get_ptxas(arch).path, "-v", *_ptxas_flags(), f"--gpu-name={sm_arch_from_capability(arch)}", str(ptx)]
         done = subprocess.run(
             [*command, "-o", str(Path(folder) / "kernel.o")], check=True, capture_output=True, text=True
         )
     cache.put(done.stderr, _LOG, binary=False)
     return done.stderr
+
+
+@functools.cache
+def _ptxas_flags() -> list[str]:
+    """What this version of Triton gives ptxas of its own accord, and decides on registers."""
+    return re.findall(r"--regAllocOptLevel=\d", inspect.getsource(CUDABackend.make_cubin))[:1]
 
 
 def compile_all(wanted: Sequence[Choice]) -> list[Usage]:
