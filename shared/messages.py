@@ -208,7 +208,7 @@ class StepResult(Message, frozen=True, tag="result"):
     # One for each sampled row, in plan order; -1 where the slot had already ended, -2 for a beam.
     tokens: list[int]
     ended: list[tuple[int, str]] = []  # (slot, EndReason): EOS, stop ids and lengths are checked at the worker
-    forward_us: int = 0  # from the plan's start to sampled tokens
+    forward_us: int = 0  # from the plan's start to sampled tokens, less what it waited for the step before
     gap_us: int = 0  # how long the step loop was blocked for want of this plan, while plan.backlog
     rows: int = 0  # rows in the forward pass, padding included
     padding_rows: int = 0
