@@ -7,9 +7,12 @@ import torch
 from hash_model import HashModel
 from rehearsal_port import RehearsalPort
 
+from shared.messages import Sampling, SlotStart, StepPlan, pack_tokens
+from worker.batch import Batch
 from worker.device.graphs import WARM_UPS, DecodeGraphs, key_bound, padded, sizes_up_to
 from worker.device.port import Uploads, fetch
-from worker.device.state import DeviceState
+from worker.device.state import Delta, DeviceState
+from worker.device.upload import Packing
 
 BLOCK, SLOTS, LONGEST = 4, 6, 2000
 
@@ -134,3 +137,23 @@ def test_what_is_fetched_can_not_be_read_before_it_has_come() -> None:
         fetched.arrays()
     fetched.ready.wait()
     assert fetched.arrays()[0].tolist() == [5, 5]
+
+
+def test_a_last_token_is_that_of_its_sequence_and_not_of_the_next_one_in_its_slot() -> None:
+    made = Batch(BLOCK, 20, 64, frozenset())
+    tokens = pack_tokens([1, 2, 3])
+    starts = [SlotStart(0, name, 1, 0, "g", tokens, 3, [1], Sampling(1, 4), computed=2) for name in ("one", "other")]
+    made.stage(StepPlan(1, "w", 1, 1, starts=starts[:1]))
+    one = made.slots[0]
+    made.stage(StepPlan(1, "w", 1, 2, drops=[0], starts=starts[1:]))
+    other = made.slots[0]
+    stand = Stand()
+    assert not stand.state.has(one, 2)
+    stand.state.hold(one, 2)
+    assert stand.state.has(one, 2) and not stand.state.has(one, 3) and not stand.state.has(other, 2)
+    packing = Packing()
+    delta = Delta(stand.state, made, [(other, 2)], packing)
+    uploaded = packing.send(Uploads(stand.port))
+    stand.port.run(lambda: delta.apply(uploaded))
+    stand.port.synchronize()
+    assert stand.state.last_token[0] == 3 and stand.state.tables[0, 0] == 1 and not made.changed
