@@ -37,7 +37,8 @@ class RehearsalPort:
         self._lanes: tuple[deque[tuple[bool, Callable[[], object]]], ...] = (deque(), deque())
         self._inside = False  # work is running
         self._clock = 0
-        self.lacking: Callable[[], bool | None] = lambda: False  # None: work runs in part, and then lacks memory
+        # Of what is to be launched: None if there is memory for it, else how many operations of it run before it lacks.
+        self.lacking: Callable[[], int | None] = lambda: None
         self.refuses_graphs: Exception | None = None
         self.captures = 0
         self.held = 0  # bytes, as reserved() says
@@ -49,11 +50,10 @@ class RehearsalPort:
         if self._inside:
             work()  # a launch in a launch is in its place already
             return
-        lacks = not aside and self.lacking()
-        if lacks is not True:
-            self._lanes[aside].append((True, work))
-        if lacks is not False:
-            raise RehearsedOutOfMemory("out of memory. Tried to allocate")
+        if not aside and (operations := self.lacking()) is not None:
+            self._run_in_part(work, operations)
+            return
+        self._lanes[aside].append((True, work))
         self._stir()
 
     def record(self, *, aside: bool = False) -> RehearsedEvent:
@@ -123,6 +123,16 @@ class RehearsalPort:
             self._inside = False
         assert not found, f"the host would wait for the device in a step: {found}"
 
+    def _run_in_part(self, work: Callable[[], object], operations: int) -> None:
+        while self._lanes[False]:  # it has its turn
+            self._next(False)
+        self._inside = True
+        try:
+            with torch.inference_mode(), _Lacks(operations):
+                work()
+        finally:
+            self._inside = False
+
     def _stir(self) -> None:
         if self._rng is None:
             return
@@ -148,6 +158,20 @@ class RehearsedEvent:
     def wait(self) -> None:
         assert self.at or not self._port._inside, "a wait in work that must not wait"
         self._port.until(self)
+
+
+class _Lacks(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, operations: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._left = operations
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if self._left <= 0:
+            raise RehearsedOutOfMemory("out of memory. Tried to allocate")
+        self._left -= 1
+        return func(*args, **(kwargs or {}))
 
 
 class Recorded(TorchDispatchMode):  # type: ignore[no-untyped-call]
