@@ -164,9 +164,12 @@ def _store(  # type: ignore[no-untyped-def]
     tl.store(out + place, (acc * share[:, None]).to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit(
-    do_not_specialize=["sequences", "table_stride", "window", "fewest", "most", "splits", "piece_tiles", "slots"]
-)
+# Of a part of a batch they are slices, aligned as it comes: not a kernel for each case.
+_SLICES = ["query_start", "visible", "tables"]
+_BOUNDS = ["sequences", "window", "fewest", "most", "splits", "piece_tiles", "slots"]
+
+
+@triton.jit(do_not_specialize=[*_SLICES, *_BOUNDS, "table_stride"])
 def paged_attention(  # type: ignore[no-untyped-def]
     out, partials, sums, query, keys, values, key_scales, value_scales, sinks, query_start, visible, tables,
     sequences, table_stride, token_stride, head_stride, scale, softcap, window, fewest, most, splits, piece_tiles,
@@ -246,7 +249,7 @@ def paged_attention(  # type: ignore[no-untyped-def]
         _store(out, acc, top, total, sinks, token, head, inside, HEADS, HEAD_DIM, WIDTH)
 
 
-@triton.jit(do_not_specialize=["sequences", "window", "fewest", "most", "splits", "piece_tiles", "slots"])
+@triton.jit(do_not_specialize=[*_SLICES, *_BOUNDS])
 def merge_pieces(  # type: ignore[no-untyped-def]
     out, partials, sums, sinks, query_start, visible, sequences, window, fewest, most, splits, piece_tiles, slots,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
