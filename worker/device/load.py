@@ -316,7 +316,8 @@ def device_runner(
         _check_bits(prepared, capacity, batch_invariant)
         start_up.ended("self-check")
     runner = DeviceRunner(
-        prepared.model, port, capacity, grammars, graph_rows=room.graph_rows, graph_room=graph_room
+        prepared.model, port, capacity, grammars, graph_rows=room.graph_rows, graph_room=graph_room,
+        alone=mine() is None,
     )  # fmt: skip
     memory.free_and_total()  # what was only tried is given back
     return runner
