@@ -60,6 +60,15 @@ class PipelinedRunner(Protocol):
         ...
 
 
+@runtime_checkable
+class OnDevice(Protocol):
+    """A :class:`Runner` whose device may be lost to this process."""
+
+    def answers(self) -> bool:
+        """Whether the device still does anything, now that a step has failed. Waits for what it is at."""
+        ...
+
+
 @dataclass(slots=True)
 class Landed:
     """The flight of a step that has been run already."""

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from shared.messages import Reset, StepPlan, StepResult, TokenEntry
 from worker.batch import Batch, Row, Sampled, Settled, Slot, Step
 from worker.page_book import PageBook
-from worker.runner import Flight, Landed, PipelinedRunner, Runner
+from worker.runner import Flight, Landed, OnDevice, PipelinedRunner, Runner
 
 log = logging.getLogger("headrace.worker")
 
@@ -89,6 +89,7 @@ class StepLoop:
         self.last_step = 0
         self.num_slots = 0  # sequences that have not ended
         self._broken = False  # a step failed: no plan runs until a reset
+        self._lost = False  # the device is: after some faults CUDA answers nothing more that this process asks
         self._free_since = 0  # on the clock of perf_counter_ns
         self._in_flight: deque[_InFlight] = deque()
 
@@ -112,7 +113,7 @@ class StepLoop:
 
     def _run(self) -> None:
         self._free_since = time.perf_counter_ns()
-        while (item := self._next()) is not None:
+        while not self._lost and (item := self._next()) is not None:
             self._take(item)
         self._land_all()
 
@@ -121,8 +122,10 @@ class StepLoop:
         while self._in_flight:
             with contextlib.suppress(queue.Empty):
                 return self._queue.get_nowait()
-            if self._in_flight[0].flight.done():
+            if _is_done(self._in_flight[0].flight):
                 self._land()
+                if self._lost:
+                    return None
                 continue
             with contextlib.suppress(queue.Empty):
                 return self._queue.get(timeout=POLL_S)
@@ -270,10 +273,20 @@ class StepLoop:
         self._broken = True
         self._deliver(_failed(plan, f"{type(error).__name__}: {error}"))
         self._free_since = time.perf_counter_ns()
+        if isinstance(self._runner, OnDevice) and not self._runner.answers():
+            log.error("the device answers nothing more: the step loop ends")
+            self._lost = True
 
     def _skip(self, plan: StepPlan) -> None:
         self.executing = 0
         self._deliver(_failed(plan, "the batch was lost in an earlier step; a reset must come first", skipped=True))
+
+
+def _is_done(flight: Flight) -> bool:
+    try:
+        return flight.done()
+    except Exception:  # noqa: BLE001  its result says the same, where a fault is dealt with
+        return True
 
 
 def _failed(plan: StepPlan, reason: str, skipped: bool = False) -> Executed:

@@ -63,6 +63,9 @@ class CpuPort:
 
     def synchronize(self) -> None: ...
 
+    def answers(self) -> bool:
+        return True
+
     def give_back(self) -> None: ...
 
     def reserved(self) -> int:

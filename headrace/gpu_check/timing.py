@@ -108,7 +108,8 @@ def captured(calls: Sequence[Call]) -> Call:
 
     graph = torch.cuda.CUDAGraph()
     try:
-        with torch.cuda.graph(graph):
+        # The outer context puts the stream back, which a capture that fails does not.
+        with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph):
             eager()
     except RuntimeError:
         torch.cuda.synchronize()

@@ -153,6 +153,25 @@ def test_a_step_that_fails_takes_the_one_behind_it_along() -> None:
     assert stand.executed[-1].result.tokens == [6]
 
 
+def test_a_loop_whose_device_is_lost_ends() -> None:
+    class Lost(Runner):
+        def answers(self) -> bool:
+            return False
+
+    runner = Lost([3])
+    runner.failing = {1}
+    told: queue.SimpleQueue[Executed] = queue.SimpleQueue()
+    loop = StepLoop(runner, Batch(4, 40, 64, frozenset({EOS})), lambda _: True, told.put, lambda *_: None)
+    loop.start()
+    loop.put(FIRST)
+    while not runner.flights:
+        pass
+    runner.flights[0].landed.set()
+    assert "device-side assert" in told.get(timeout=60).fault
+    loop._thread.join(60)
+    assert not loop.alive
+
+
 def test_a_step_that_can_not_be_staged_leaves_the_one_before_it_whole() -> None:
     stand = Stand(3)
     stand.take(FIRST, plan(2, decodes=[17]))

@@ -47,7 +47,8 @@ class CudaPort:
 
     @torch.inference_mode()
     def capture(self, work: Callable[[], object]) -> Graph:
-        with torch.cuda.device(self.device):
+        # A capture that fails leaves its stream the current one: this puts the right one back.
+        with torch.cuda.stream(self._step):
             if not self._graphs:  # a pool goes with the last of its graphs
                 self._graph_memory = torch.cuda.graph_pool_handle()
             graph = torch.cuda.CUDAGraph()
@@ -60,6 +61,13 @@ class CudaPort:
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
+
+    def answers(self) -> bool:
+        try:
+            self.synchronize()
+        except RuntimeError:  # once a kernel has done what it may not, all that this process asks is refused
+            return False
+        return True
 
     def give_back(self) -> None:
         gc.collect()

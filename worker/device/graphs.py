@@ -117,6 +117,7 @@ class DecodeGraphs:
         self._warm[key] = runs + 1
         if self._ends or runs < WARM_UPS:
             return None
+        self._port.give_back()  # a capture would, and what it takes could not be told from what is freed
         before = self._port.reserved()
         try:
             graph = self._port.capture(partial(self._pass, *key))

@@ -71,6 +71,10 @@ class Port(Protocol):
         """Wait for all work."""
         ...
 
+    def answers(self) -> bool:
+        """Whether the device does anything at all, after an error. Waits for all work."""
+        ...
+
     def give_back(self) -> None:
         """Memory that is kept for later use and not in use."""
         ...

@@ -33,12 +33,13 @@ class DeviceRunner:
     ``graph_rows`` decodes run as graphs (0: none do), which may take ``graph_room`` bytes.
 
     A step that lacks memory is run once more, without graphs and with all memory that is merely kept given back; if it
-    lacks it still, it fails like any other.
+    lacks it still, it fails like any other. So it does at once if the runner is not ``alone``: other ranks take part in
+    its sums, and would take those of the second run for their next ones.
     """
 
     def __init__(
         self, model: DeviceModel, port: Port, capacity: Capacity, grammars: Grammars, *, graph_rows: int = 0,
-        graph_room: int = 1 << 30, triton: bool | None = None,
+        graph_room: int = 1 << 30, triton: bool | None = None, alone: bool = True,
     ) -> None:  # fmt: skip
         self.model = model
         self.port = port
@@ -53,6 +54,7 @@ class DeviceRunner:
         self._graph_rows = graph_rows
         self._graph_room = graph_room
         self._triton = triton
+        self._alone = alone
         self._seconds = {"launch": 0.0, "device": 0.0}
         places = -(-capacity.max_model_len // capacity.block_size)
         self.state = DeviceState(port.device, FIRST_SLOTS, places)
@@ -82,16 +84,24 @@ class DeviceRunner:
         """Launch ``work``; where memory lacks, give back what can be, launch ``before``, and ``work`` again."""
         try:
             work()
+            return
         except self.port.out_of_memory as error:
+            if not self._alone:
+                raise
             self.lacked_memory += 1
             log.warning("a step lacks memory (%s): it runs again without graphs", str(error).split(".")[0])
-            self.port.synchronize()
-            self.graphs.drop()
-            self.port.give_back()
-            # Its mirror of token counts may be ahead of what was launched.
-            self.sampler = self._new_sampler()
-            before()
-            work()
+        # The error is gone by here, and what the frames that it came through had in hand.
+        self.port.synchronize()
+        self.graphs.drop()
+        self.port.give_back()
+        # Its mirror of token counts may be ahead of what was launched.
+        self.sampler = self._new_sampler()
+        before()
+        work()
+
+    def answers(self) -> bool:
+        """See :meth:`worker.runner.OnDevice.answers`."""
+        return self.port.answers()
 
     def landed(self, launch_s: float, device_us: int) -> None:
         """A flight tells what it took."""

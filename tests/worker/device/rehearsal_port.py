@@ -41,7 +41,9 @@ class RehearsalPort:
         self.lacking: Callable[[], int | None] = lambda: None
         self.refuses_graphs: Exception | None = None
         self.captures = 0
-        self.held = 0  # bytes, as reserved() says
+        self.lost = False
+        self.held = 0  # bytes, in graphs
+        self.kept = 0  # bytes, in nothing
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(tuple(shape), dtype=dtype)
@@ -85,6 +87,7 @@ class RehearsalPort:
         if found:
             raise RuntimeError(f"operation not permitted when stream is capturing: {found}")
         self.captures += 1
+        self.kept = 0  # as torch does
         self.held += 1 << 20
         return recorded
 
@@ -93,11 +96,14 @@ class RehearsalPort:
             while self._lanes[lane]:
                 self._next(lane)
 
+    def answers(self) -> bool:
+        return not self.lost
+
     def give_back(self) -> None:
-        self.held = 0
+        self.kept = 0
 
     def reserved(self) -> int:
-        return self.held
+        return self.held + self.kept
 
     # --- what a device does -----------------------------------------------------------------------------------------
 

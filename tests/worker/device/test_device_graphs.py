@@ -111,6 +111,14 @@ def test_where_there_can_be_no_more_graphs_steps_run_without(why: str) -> None:
     assert torch.equal(said, Stand().decode([0, 1], [0, 0]))
 
 
+def test_what_a_graph_takes_is_not_made_up_for_by_what_its_capture_gives_back() -> None:
+    stand = Stand(room=1 << 40)
+    stand.port.kept = 5 << 20
+    for _ in range(WARM_UPS + 1):
+        stand.decode([0], [0])
+    assert stand.graphs.used == 1 << 20 and not stand.port.kept
+
+
 def test_graphs_that_gave_way_too_often_do_not_come_back() -> None:
     stand = Stand()
     for drops in range(5):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -114,6 +115,36 @@ def test_a_step_that_lacks_memory_twice_fails_and_the_batch_starts_over() -> Non
     box.run()
     box.assert_tokens_right()
     assert box.runner.lacked_memory == 1
+
+
+def test_what_a_step_had_in_hand_is_free_before_it_runs_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    box = DeviceBox()
+    in_hand: list[weakref.ref[torch.Tensor]] = []
+    freed: list[bool] = []
+
+    def work() -> None:
+        if not in_hand:
+            activations = torch.zeros(8)
+            in_hand.append(weakref.ref(activations))
+            raise box.port.out_of_memory("out of memory")
+
+    monkeypatch.setattr(box.port, "give_back", lambda: freed.append(in_hand[0]() is None))
+    box.runner.guarded(work, lambda: None)
+    assert freed == [True]
+
+
+def test_a_rank_that_lacks_memory_does_not_run_a_step_again() -> None:
+    box = DeviceBox()
+    runner = DeviceRunner(box.runner.model, box.port, box.runner.capacity, box.runner.grammars, alone=False)
+    runs = []
+
+    def work() -> None:
+        runs.append(1)
+        raise box.port.out_of_memory("out of memory")
+
+    with pytest.raises(box.port.out_of_memory):
+        runner.guarded(work, lambda: None)
+    assert len(runs) == 1
 
 
 def test_a_fault_of_the_device_comes_with_the_result_and_the_batch_starts_over() -> None:
