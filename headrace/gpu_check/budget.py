@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-GRACE_S = 15.0
-"""How long a stage whose time is up may still need to finish what it has begun, before it is stopped from outside."""
+GRACE_S = 40.0
+"""How long a stage whose time is up may still need to finish what it has begun, before it is stopped from outside: a
+case of a kernel may have half a dozen variants to compile."""
 
 REPORT_S = 3.0
 """Kept for the report itself."""

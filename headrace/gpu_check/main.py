@@ -24,6 +24,8 @@ PROG = "headrace doctor --gpu"
 SECONDS = 480.0
 FEWEST_SECONDS = 10.0
 NO_GPU = 2
+ROUNDING_PRODUCTS = ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "NVIDIA_TF32_OVERRIDE")
+"""Variables by which images have float32 products in TF32: those that kernels are held against must be exact."""
 
 
 def parser() -> Parser:
@@ -107,6 +109,8 @@ def environment(rehearsal: bool) -> dict[str, str]:
     environ = dict(os.environ)
     environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     environ.setdefault("HF_HUB_OFFLINE", "1")
+    for name in ROUNDING_PRODUCTS:
+        environ.pop(name, None)
     home = str(Path(__file__).resolve().parents[2])  # where it is run from a checkout that is not installed
     environ["PYTHONPATH"] = os.pathsep.join(filter(None, (home, environ.get("PYTHONPATH"))))
     if rehearsal:

@@ -45,7 +45,7 @@ def run(rig: Rig) -> None:
         l2_bytes=rig.timer.l2_bytes,
         cards=torch.cuda.device_count(),
         cuda=torch.version.cuda,
-        **_nvidia_smi(rig.device.index or 0),
+        **_nvidia_smi(f"GPU-{properties.uuid}"),  # by number it may be another: see CUDA_VISIBLE_DEVICES
     )
     known = nominal(properties.name, total)
     if known is not None:
@@ -59,11 +59,11 @@ def _version(package: str) -> str:
         return ""
 
 
-def _nvidia_smi(index: int) -> dict[str, str]:
+def _nvidia_smi(card: str) -> dict[str, str]:
     """What is read off the card before anything runs; empty where there is no nvidia-smi. Nothing is set."""
     if shutil.which("nvidia-smi") is None:
         return {}
-    command = ["nvidia-smi", f"--query-gpu={','.join(QUERIES.values())}", "--format=csv,noheader", f"--id={index}"]
+    command = ["nvidia-smi", f"--query-gpu={','.join(QUERIES.values())}", "--format=csv,noheader", f"--id={card}"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError) as error:

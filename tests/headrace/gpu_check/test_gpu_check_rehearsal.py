@@ -114,6 +114,11 @@ def test_bad_flags_are_one_line(flags: list[str], complaint: str, capsys: pytest
     assert errors.startswith(f"headrace doctor --gpu: {complaint}") and errors.count("\n") == 1
 
 
+def test_products_that_others_are_held_against_are_not_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "1")
+    assert not [name for name in command.environment(rehearsal=False) if "TF32" in name]
+
+
 def test_a_stage_that_is_too_long_for_its_time_is_cut_short_and_says_where() -> None:
     """In a real child, whose stage looks at its own clock."""
     started = command.ChildProcess(command.environment(rehearsal=True))
