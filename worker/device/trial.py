@@ -6,7 +6,8 @@ also runs the kernels that will serve it, on the device that they will run on.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -120,9 +121,21 @@ def difference(
     """How far a fused pass of the trial's tokens is from the module's own."""
     device, dtype = weights.embedding.device, weights.embedding.dtype
     positions = trial_positions(limit).to(device)
-    wanted = trial_logits(module, positions)
-    decoder = FusedDecoder(weights, kernel, attention, rotations(module.base_model.rotary_emb, positions, dtype))
-    return apart(_pass(decoder), wanted)
+    with _exact_products():
+        wanted = trial_logits(module, positions)
+        decoder = FusedDecoder(weights, kernel, attention, rotations(module.base_model.rotary_emb, positions, dtype))
+        return apart(_pass(decoder), wanted)
+
+
+@contextmanager
+def _exact_products() -> Iterator[None]:
+    """Those of float32 in float32. Some images have them in TF32, which is as far off as a model of another shape."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def _pass(decoder: FusedDecoder) -> torch.Tensor:

@@ -76,5 +76,5 @@ def _visible(device_type: str, rank: int) -> Mapping[str, str]:
     """A follower sees its own GPU alone: whatever runs there finds it at index 0, on every thread."""
     if device_type == "cpu":
         return {GPUS: ""}
-    given = [name for name in os.environ.get(GPUS, "").split(",") if name]
+    given = [name.strip() for name in os.environ.get(GPUS, "").split(",") if name.strip()]
     return {GPUS: given[rank] if given else str(rank)}

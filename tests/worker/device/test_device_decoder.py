@@ -136,6 +136,27 @@ def test_the_trial_notices_what_a_model_does_otherwise(
         loaded.check()
 
 
+def test_the_trials_products_are_exact_whatever_others_have_set(
+    tiny_model: MakeModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = Loaded(tiny_model("llama"), torch.float32)
+    kind = type(loaded.module.base_model.layers[0].mlp)
+    forward, seen = kind.forward, set()
+
+    def watched(self: Any, x: torch.Tensor) -> torch.Tensor:
+        seen.add(torch.get_float32_matmul_precision())
+        return forward(self, x)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(kind, "forward", watched)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        loaded.check()
+        assert seen == {"highest"} and torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_a_whole_pass_notices_weights_in_the_wrong_place(dtype: torch.dtype, tiny_model: MakeModel) -> None:
     loaded = Loaded(tiny_model("llama"), dtype)
