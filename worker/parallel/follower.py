@@ -72,7 +72,7 @@ class _Follower:
         self._loop = StepLoop(runner, self._batch, lambda _: True, self._executed, lambda *_: None)
         self._channel.send(Ready())
         self._wait_for(Ready)
-        ranks.begin_steps(kind)
+        ranks.begin_steps()
         self._loop.start()
 
     def _smallest(self, count: int) -> int:

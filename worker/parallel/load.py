@@ -43,7 +43,7 @@ def load_over_ranks(config: WorkerConfig, thread_name: str) -> tuple[Runner, Fol
         start_up.ended("ranks")
         runner = load_part(config)
         followers.ready()
-        ranks.begin_steps(kind)
+        ranks.begin_steps()
         return runner
 
     try:

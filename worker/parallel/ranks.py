@@ -35,6 +35,7 @@ class Ranks:
         # Two addends have one sum. Of more, libraries choose the order by an element's place in the message.
         self._in_order = invariant and size > 2
         self._group: Any = None  # None: torch's default one
+        self._steps: Any = None  # the group of steps
 
     def __deepcopy__(self, memo: object) -> Ranks:
         """A copy of a model's part is of the same rank."""
@@ -44,10 +45,14 @@ class Ranks:
         """Whether every rank says so. Called by each, as often as by the others."""
         return self.smallest(int(yes)) == 1
 
-    def begin_steps(self, device_type: str) -> None:
+    def connect(self, device_type: str) -> None:
+        """Make the group of steps. Every rank calls it, before memory is measured: what a connection takes counts."""
+        self._steps = dist.new_group(timeout=STEP_TIMEOUT)
+        dist.all_reduce(torch.zeros(1, device=device_type), group=self._steps)  # a captured one could not connect
+
+    def begin_steps(self) -> None:
         """From here on no collective waits longer than STEP_TIMEOUT. Every rank calls it."""
-        self._group = dist.new_group(timeout=STEP_TIMEOUT)
-        self.all_reduce(torch.zeros(1, device=device_type))  # while a graph is captured, it can't connect
+        self._group = self._steps
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of the ranks' ``x``, the same bits on each; may overwrite ``x``."""
@@ -84,9 +89,13 @@ def join(ranks: Ranks, store: Any, device_type: str) -> None:
     # One machine: nothing of this need be heard outside of it.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    # Else NCCL registers what a captured sum reads and writes, which not all memory of torch's allocator is fit for, and
+    # for which ranks wait for one another, though one of them may have no graph of this step.
+    os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     os.environ["LOCAL_RANK"] = "0"  # each rank has its own GPU in front (see worker.parallel.leader)
     backend = "gloo" if device_type == "cpu" else "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend, store=store, rank=ranks.rank, world_size=ranks.size, timeout=LOAD_TIMEOUT)
+    ranks.connect(device_type)
     _mine = ranks
 
 

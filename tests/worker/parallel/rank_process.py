@@ -37,7 +37,7 @@ def main() -> None:
         print(store.port, flush=True)
     ranks = Ranks(rank, size, lambda count: count, invariant=True)
     join(ranks, store, "cpu")
-    ranks.begin_steps("cpu")
+    ranks.begin_steps()
     answers: list[object] = []
     for folder in sys.argv[4:]:
         try:
