@@ -89,8 +89,8 @@ def join(ranks: Ranks, store: Any, device_type: str) -> None:
     # One machine: nothing of this need be heard outside of it.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-    # Else NCCL registers what a captured sum reads and writes, which not all memory of torch's allocator is fit for, and
-    # for which ranks wait for one another, though one of them may have no graph of this step.
+    # Else NCCL registers what a captured sum reads and writes. Segments of torch's allocator that can grow are not fit
+    # for that, and ranks wait for one another in it, though one of them may have no graph of this step.
     os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     os.environ["LOCAL_RANK"] = "0"  # each rank has its own GPU in front (see worker.parallel.leader)
     backend = "gloo" if device_type == "cpu" else "cpu:gloo,cuda:nccl"
