@@ -18,6 +18,7 @@ def check(settings: UpSettings) -> None:
     try:
         check_files(gateway)
         scheduler.limits()
+        scheduler.scaling()
     except (StartupError, ValueError) as error:
         raise ConfigError(str(error)) from None
     if scheduler.record and not Path(scheduler.record).parent.is_dir():

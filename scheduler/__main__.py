@@ -28,6 +28,7 @@ async def serve(config: SchedulerConfig, stop: asyncio.Event) -> None:
     name = config.scheduler_id or new_process_id("scheduler")
     try:
         config.limits()
+        config.scaling()
     except ValueError as error:
         raise StartupError(str(error)) from None
     try:

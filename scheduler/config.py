@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from scheduler.core.limits import Limits
 from scheduler.policies.batching import BATCHING_POLICIES
+from scheduler.policies.scaling import ScalingPolicy
 from shared.config import MeshConfig, at_least, between, option
 
 
@@ -94,6 +95,22 @@ class SchedulerConfig(MeshConfig):
         "write every input and every plan to this file (each later time of leading: FILE.2, ...), for headrace replay; "
         "it grows without end",
     )
+    scale_min_workers: int = option(
+        1, "least that headrace_desired_workers asks for, of each model; 0: none when nothing comes", check=at_least(0)
+    )
+    scale_max_workers: int = option(16, "most that it asks for", check=at_least(1))
+    scale_target_wait_s: float = option(
+        10.0, "wait in the queue beyond which it asks for more workers", check=at_least(0.1)
+    )
+    scale_memory_share: float = option(
+        0.85, "share of the KV blocks in use beyond which it does", check=between(0.1, 1.0)
+    )
+    scale_ahead_s: float = option(
+        120.0, "how long a worker takes to be there: load is forecast for so far ahead", check=between(0, 3600)
+    )
+    scale_down_after_s: float = option(
+        300.0, "how long fewer workers must have been enough before it asks for fewer", check=at_least(1)
+    )
     metrics_host: str = option("127.0.0.1", "address of the metrics listener")
     metrics_port: int = option(9401, "port of the metrics listener; 0: any free one", check=between(0, 65535))
 
@@ -119,4 +136,15 @@ class SchedulerConfig(MeshConfig):
             max_num_queued_reqs=self.max_num_queued_reqs,
             max_num_queued_tokens=self.max_num_queued_tokens,
             admission_watermark=self.admission_watermark,
+        )
+
+    def scaling(self) -> ScalingPolicy:
+        """Raises ValueError if the bounds contradict each other."""
+        return ScalingPolicy(
+            target_wait_s=self.scale_target_wait_s,
+            min_workers=self.scale_min_workers,
+            max_workers=self.scale_max_workers,
+            ahead_s=self.scale_ahead_s,
+            down_after_s=self.scale_down_after_s,
+            memory_share=self.scale_memory_share,
         )

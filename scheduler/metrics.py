@@ -62,6 +62,15 @@ class SchedulerMetrics:
             "headrace_worst_head_wait_seconds", "Longest that a head of the queue has been blocked, ever", "seconds"
         )
         self.workers = gauge("headrace_workers", "Ready workers")
+        self.desired_workers = gauge(
+            "headrace_desired_workers", "Ready workers that the model should have, for an autoscaler", labels=MODEL
+        )
+        self.desired_workers_reason = gauge(
+            "headrace_desired_workers_reason",
+            "Why that is more than there are (queue, memory, forecast), fewer (idle) or as many as there are or were "
+            "(steady): 1 for the one that holds, 0 for the others",
+            labels=(*MODEL, "reason"),
+        )  # fmt: skip
         self.leading = gauge("headrace_scheduler_leading", "1 if this scheduler leads its mesh, 0 if it stands by")
         self.epoch = gauge("headrace_scheduler_epoch", "Epoch in which this scheduler leads, or last led; 0: none")
         # --- memory -------------------------------------------------------------------------------------------------
@@ -140,6 +149,8 @@ class SchedulerMetrics:
         """This scheduler does not lead any more: what it had belongs to another one."""
         for gauge in (self.leading, self.workers, self.preempted, self.swapped, self.queue_age, self.fragmentation):
             gauge.set(0)
+        for gauge in (self.desired_workers, self.desired_workers_reason):
+            gauge.clear()  # who does not lead wants nothing, not even none
         for model in self._models.values():
             for gauge in (model.running, model.waiting, model.kv_usage):
                 gauge.set(0)

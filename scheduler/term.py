@@ -23,6 +23,7 @@ from scheduler.patience import Patience
 from scheduler.presence import Presence
 from scheduler.recorder import Queue
 from scheduler.reporting import Reporter
+from scheduler.scaling import Autoscaling
 from scheduler.workers import Workers
 from shared.bus import Unsubscribe
 from shared.messages import (
@@ -62,6 +63,7 @@ class Term:
             core, means.subjects, means.post, means.metrics, means.tracing, means.unix_offset_ns,
             means.recorder.choice_of,
         )  # fmt: skip
+        self._scaling = Autoscaling(core, means.metrics, means.config.scaling())
         self._plans = PlanSender(
             core, means.config.run_ahead, means.subjects, means.post_step, means.metrics, self._planned, means.leads
         )
@@ -135,6 +137,7 @@ class Term:
         self._carry_out(self.core.tick(time.monotonic_ns()))
         self._plans.pump_all()
         self._report.observe()
+        self._scaling.tick(now_s)
 
     def _excuse(self, since_s: float) -> None:
         self._workers.excuse(since_s)

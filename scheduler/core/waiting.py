@@ -45,6 +45,7 @@ class WaitingQueue:
         self.changes = 0  # how often anything came or left
         self.left = 0  # sequences that left, with the choices that fork from them
         self.tokens = 0  # prompts and max_tokens of all choices that wait
+        self.left_tokens = 0  # those of all that left
         self._tokens_of: dict[Seniority, int] = {}  # as counted at the push: choices may be cancelled meanwhile
         self.blocked: Sequence | None = None  # the head that failed to fit, until it is admitted or leaves
 
@@ -78,7 +79,9 @@ class WaitingQueue:
         self._length -= 1
         self.changes += 1
         self.left += 1 + len(sequence.children)
-        self.tokens -= self._tokens_of.pop(sequence.seniority)
+        tokens = self._tokens_of.pop(sequence.seniority)
+        self.tokens -= tokens
+        self.left_tokens += tokens
         self._fairness.unqueued(sequence.submit.tenant)
         if self.blocked is sequence:
             self.blocked = None
