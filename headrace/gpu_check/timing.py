@@ -9,6 +9,8 @@ from typing import Protocol
 
 import torch
 
+from worker.device.cuda_port import has_failed
+
 Call = Callable[[], object]
 
 SAMPLE_S = 0.06
@@ -106,12 +108,13 @@ def captured(calls: Sequence[Call]) -> Call:
         for call in calls:
             call()
 
-    graph = torch.cuda.CUDAGraph()
+    graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
     try:
         # The outer context puts the stream back, which a capture that fails does not.
-        with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph):
+        with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph, pool=pool):
             eager()
     except RuntimeError:
+        has_failed(pool, torch.device("cuda", torch.cuda.current_device()))
         torch.cuda.synchronize()
         return eager
     return graph.replay

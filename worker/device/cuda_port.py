@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -53,8 +54,12 @@ class CudaPort:
                 self._graph_memory = torch.cuda.graph_pool_handle()
             graph = torch.cuda.CUDAGraph()
             # Other threads of the process (a collective library's watchdog) may go on with calls of their own.
-            with torch.cuda.graph(graph, pool=self._graph_memory, capture_error_mode="thread_local"):
-                work()
+            try:
+                with torch.cuda.graph(graph, pool=self._graph_memory, capture_error_mode="thread_local"):
+                    work()
+            except Exception:
+                has_failed(self._graph_memory, self.device)
+                raise
         captured = _CudaGraph(graph)
         self._graphs.add(captured)
         return captured
@@ -75,6 +80,15 @@ class CudaPort:
 
     def reserved(self) -> int:
         return torch.cuda.memory_reserved(self.device)
+
+
+def has_failed(pool: Any, device: torch.device) -> None:
+    """Tell torch's allocator that a capture into ``pool`` is over. Before torch 2.12 it takes one that has failed as
+    going on, and frees nothing that it keeps from then on."""
+    end: Any = getattr(torch._C, "_cuda_endAllocateToPool", None)
+    if end is not None:
+        with contextlib.suppress(RuntimeError):  # it knows
+            end(device.index, pool)
 
 
 class _CudaGraph:
