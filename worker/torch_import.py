@@ -18,6 +18,10 @@ def import_torch(one_process: bool = True) -> None:
     # Threads of a parallel region spin for a short while only. On cores shared with gateway, NATS and scheduler the
     # default, to spin for long, makes a step many times slower whenever one thread is descheduled.
     os.environ.setdefault("GOMP_SPINCOUNT", "2000")
+    # Merging a model's matrices frees pieces all over the memory that it was read to. Only in segments that grow and
+    # shrink can a GPU's pages of keys and values have those.
+    if "PYTORCH_ALLOC_CONF" not in os.environ:  # the newer name, whose value would be lost
+        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     import torch  # noqa: F401
 
     start_up.ended("torch")

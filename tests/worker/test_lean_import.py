@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from tiny_models import make_tiny_model
 
+from worker.torch_import import import_torch
+
 ROOT = Path(__file__).parents[2]
 
 PROGRAM = """
@@ -92,3 +94,18 @@ def test_a_process_that_has_the_compiler_keeps_it() -> None:
         "from worker.lean_import import import_transformers; import_transformers()\n"
         "assert torch._dynamo is real"
     )
+
+
+@pytest.mark.parametrize(
+    "given", [{}, {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, {"PYTORCH_ALLOC_CONF": "x"}], ids=str
+)
+def test_a_gpus_memory_comes_in_segments_that_grow_unless_something_else_is_asked(
+    given: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environ = {**os.environ, **given}
+    if not given:
+        environ = {name: value for name, value in environ.items() if "ALLOC_CONF" not in name}
+    monkeypatch.setattr(os, "environ", environ)
+    import_torch(one_process=False)
+    found = {name: value for name, value in environ.items() if "ALLOC_CONF" in name}
+    assert found == (given or {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"})
