@@ -27,6 +27,10 @@ MOST_PROGRAMS_PER_SM = 6
 """Of a grid that is split: its bounds may be far above what there is to do, and a program that finds nothing to do
 still waits for its place and for two reads."""
 
+MOST_PARTIAL_BYTES = 128 << 20
+"""Of a launch's pieces that lie at fixed places, which long keys have many of: with more, blocks are not split, which
+changes no bit. (Other pieces are few, since programs are.)"""
+
 MERGED_ROWS, MERGING_WARPS = 16, 4
 """Of a program of the second pass."""
 
@@ -50,14 +54,14 @@ class Tile:
         return self.rows // group
 
 
-def decode_tile(geometry: Geometry, compute_bytes: int, stored_bytes: int) -> Tile:
+def decode_tile(geometry: Geometry, compute_bytes: int) -> Tile:
     """For a token or a few of each sequence: bound by memory, so few rows and as many bytes under way as fit."""
     width = power_of_two(geometry.head_dim)
     rows = max(16, power_of_two(geometry.group))
     if compute_bytes == 4:
         return Tile(rows, 32 if width <= 128 else 16, 4, 2)
-    keys = 64 if width * stored_bytes <= 256 else 32
-    return Tile(rows, keys, 4, 3)
+    many = rows >= 64  # rows take what memory has to do without
+    return Tile(rows, 64 if width <= 128 else 32, 8 if many else 4, 2 if many else 3)
 
 
 def chunk_tile(
@@ -65,31 +69,33 @@ def chunk_tile(
 ) -> Tile:
     """For a prompt's chunk: bound by arithmetic, so as many rows as registers hold, but no more than there are.
 
-    ``warpgroups``: the card multiplies by warpgroups (Hopper), out of shared memory. Others hold queries in registers,
-    and what pages hold in fewer bits beside what it becomes.
+    ``warpgroups``: the card multiplies by warpgroups (Hopper), out of shared memory. Others hold queries in registers.
+    Where pages hold fewer bits, so do all what those become.
     """
     width = power_of_two(geometry.head_dim)
     most = (32 if compute_bytes == 4 else 128) // (1 if width <= 128 else 2)
     rows = max(16, power_of_two(geometry.group), min(most, power_of_two(max_query * geometry.group)))
     if compute_bytes == 4:
         return Tile(rows, 32 if width <= 128 else 16, 8, 2)
+    narrow = stored_bytes < compute_bytes
+    if narrow and (width > 128 or not warpgroups):
+        rows = max(rows // 2, 16, power_of_two(geometry.group))
     if not warpgroups:
-        if stored_bytes < compute_bytes:
-            rows = max(rows // 2, 16, power_of_two(geometry.group))
-        spread = rows >= 128 or width > 128 or stored_bytes < compute_bytes
+        spread = rows >= 128 or width > 128 or narrow
         return Tile(rows, 64 if width <= 64 else 32, 8 if spread else 4, 2)
-    spread = rows >= 128 or (width > 128 and stored_bytes < compute_bytes)
-    return Tile(rows, 64 if width <= 128 else 32, 8 if spread else 4, 2)
+    spread = rows >= 128 or (width > 128 and (rows >= 64 or narrow))
+    return Tile(rows, 64 if width <= (64 if narrow else 128) else 32, 8 if spread else 4, 2)
 
 
-def invariant_tile(geometry: Geometry, compute_bytes: int) -> Tile:
+def invariant_tile(geometry: Geometry, compute_bytes: int, stored_bytes: int) -> Tile:
     """For everything, so that a query's sums are made in one order in whatever batch it is. Registers hold the sums of
     a piece beside those of all pieces before it."""
     width = power_of_two(geometry.head_dim)
     if compute_bytes == 4:
         return chunk_tile(geometry, compute_bytes, compute_bytes, 1)
     rows = max(power_of_two(geometry.group), 64 if width <= 128 else 32)
-    return Tile(rows, 64 if width <= 64 else 32, 8 if rows >= 128 or width > 128 else 4, 3)
+    spread = rows >= 128 or width > 128 or stored_bytes < compute_bytes
+    return Tile(rows, 64 if width <= 64 else 32, 8 if spread else 4, 3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,9 +135,9 @@ def launches(
     """
     few = max(1, 16 // geometry.group)
     if invariant:
-        small = large = invariant_tile(geometry, compute_bytes)
+        small = large = invariant_tile(geometry, compute_bytes, stored_bytes)
     else:
-        small = decode_tile(geometry, compute_bytes, stored_bytes)
+        small = decode_tile(geometry, compute_bytes)
         large = chunk_tile(geometry, compute_bytes, stored_bytes, max_query, warpgroups)
     keys = max_keys if window is None else min(max_keys, window + large.queries(geometry.group))
     wants = []
@@ -145,8 +151,12 @@ def launches(
         piece_keys = FIXED_PIECE_KEYS if invariant else LEAST_PIECE_KEYS
         # A window may begin inside a piece at a fixed place.
         pieces = max(1, -(-keys // piece_keys)) + (invariant and window is not None)
-        splits = split_count(max(1, blocks * geometry.num_kv_heads), pieces, keys, num_sms)
+        programs = max(1, blocks * geometry.num_kv_heads)
+        splits = split_count(programs, pieces, keys, num_sms)
         slots = pieces if invariant else splits
+        row_bytes = 4 * power_of_two(geometry.head_dim)
+        if invariant and programs * slots * queries * geometry.group * row_bytes > MOST_PARTIAL_BYTES:
+            splits = 1
         found.append(Launch(tile, queries, search, blocks, fewest, most, splits, piece_keys // tile.keys, slots))
     return found
 

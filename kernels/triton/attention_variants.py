@@ -27,14 +27,15 @@ LLAMA_1B = Geometry(32, 8, 64, 16)
 GEMMA_9B = Geometry(16, 8, 256, 16)
 PHI_3 = Geometry(32, 32, 96, 16)
 FALCON = Geometry(71, 1, 64, 16)
+STARCODER = Geometry(48, 1, 128, 16)
 
 
 def _tile(use: str, geometry: Geometry, dtype: str, pages: str, arch: int) -> Tile:
     if use == "decode":
-        return decode_tile(geometry, BYTES[dtype], BYTES[pages])
+        return decode_tile(geometry, BYTES[dtype])
     if use == "chunk":
         return chunk_tile(geometry, BYTES[dtype], BYTES[pages], 1 << 13, warpgroups=arch == 90)
-    return invariant_tile(geometry, BYTES[dtype])
+    return invariant_tile(geometry, BYTES[dtype], BYTES[pages])
 
 
 def _name(what: str, geometry: Geometry, dtype: str, pages: str, features: str) -> str:
@@ -100,7 +101,7 @@ def _sizes(geometry: Geometry, tile: Tile, search: bool, fixed: bool) -> dict[st
 
 
 def _merge(geometry: Geometry, dtype: str, *, fixed: bool = False, sinks: bool = False) -> Variant:
-    tile = invariant_tile(geometry, BYTES[dtype]) if fixed else decode_tile(geometry, BYTES[dtype], BYTES[dtype])
+    tile = invariant_tile(geometry, BYTES[dtype], BYTES[dtype]) if fixed else decode_tile(geometry, BYTES[dtype])
     given = {
         "out": f"*{dtype}", "partials": "*fp32", "sums": "*fp32", "query_start": "*i32", "visible": "*i32",
         **dict.fromkeys(INTEGERS, "i32"), **({"sinks": f"*{dtype}"} if sinks else {}),
@@ -138,6 +139,7 @@ VARIANTS = [
     *_both(LLAMA_1B, window=True, sinks=True),
     *_both(PHI_3),
     *_both(FALCON),
+    *_both(STARCODER),
     *_both(LLAMA_1B, "fp32"),
     *_both(GEMMA_9B, "fp32"),
     *(variant for one in (LLAMA_1B, LLAMA_8B, GEMMA_9B) for variant in _both(one, "bf16", "fp8e4nv")),
@@ -147,6 +149,7 @@ VARIANTS = [
     *(_attention("invariant", one, "bf16", split=split, fixed=True) for one in (LLAMA_1B, LLAMA_8B, GEMMA_9B)
       for split in (False, True)),
     _attention("invariant", LLAMA_8B, "bf16", "fp8e4nv", fixed=True),
+    _attention("invariant", LLAMA_8B, "bf16", "i8", fixed=True),
     _merge(LLAMA_8B, "bf16"),
     _merge(LLAMA_8B, "bf16", fixed=True, sinks=True),
     _merge(GEMMA_9B, "bf16"),

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from kernels.contract import Geometry
 from kernels.triton.attention_shapes import (
     FIXED_PIECE_KEYS,
+    MOST_PARTIAL_BYTES,
     MOST_PROGRAMS_PER_SM,
     RESIDENT,
     Launch,
@@ -38,10 +39,10 @@ def cut(geometry: Geometry = LLAMA_8B, **bounds: Any) -> list[Launch]:
 @given(GEOMETRIES, st.sampled_from([2, 4]), st.sampled_from([1, 2, 4]), st.integers(1, 9000))
 def test_tiles_hold_what_they_must(geometry: Geometry, compute: int, stored: int, max_query: int) -> None:
     for tile in (
-        decode_tile(geometry, compute, stored),
+        decode_tile(geometry, compute),
         chunk_tile(geometry, compute, stored, max_query),
         chunk_tile(geometry, compute, stored, max_query, warpgroups=False),
-        invariant_tile(geometry, compute),
+        invariant_tile(geometry, compute, stored),
     ):
         assert tile.rows >= max(16, geometry.group), "a matrix instruction has 16 rows, and a token's group is together"
         assert tile.queries(geometry.group) >= 1
@@ -73,7 +74,7 @@ def test_every_sequence_is_done_once_and_grids_stay_small(
         else:
             assert one.most <= one.queries and one.blocks == sequences
         if invariant:
-            assert one.tile == invariant_tile(geometry, 2)
+            assert one.tile == invariant_tile(geometry, 2, 2)
             assert one.piece_tiles * one.tile.keys == FIXED_PIECE_KEYS
             keys = max_keys if window is None else min(max_keys, window + one.queries - 1)
             pieces = (
@@ -105,6 +106,16 @@ def test_a_prompts_chunk_is_split_where_its_context_is_long_and_it_is_short() ->
     assert one.splits > 1
     (one,) = cut(tokens=8192, sequences=1, max_query=8192, max_keys=8192, least_query=8192)
     assert one.splits == 1
+
+
+def test_pieces_at_fixed_places_take_no_more_memory_than_there_is_for_them() -> None:
+    def partial_bytes(sequences: int, keys: int) -> int:
+        (one,) = cut(sequences=sequences, tokens=sequences, max_keys=keys, invariant=True)
+        rows = one.blocks * LLAMA_8B.num_kv_heads * one.slots * one.queries * LLAMA_8B.group
+        return 4 * LLAMA_8B.head_dim * rows if one.splits > 1 else 0
+
+    assert partial_bytes(1, 1 << 17) > 0, "one long sequence is shared"
+    assert all(partial_bytes(1 << n, 1 << 17) <= MOST_PARTIAL_BYTES for n in range(9))
 
 
 def test_a_window_bounds_what_is_split() -> None:
