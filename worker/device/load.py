@@ -334,7 +334,9 @@ def _sampling(sampler: DeviceSampler, device: torch.device) -> Callable[[torch.T
         counts.follow([0])
         allowed = np.full(-(-logits.shape[1] // 8), 255, dtype=np.uint8)
         wanted = Wanted({0: Shape(penalties, (0,), counts, allowed)}, dict.fromkeys(range(min(len(rows), MAX_ROWS)), 1))
-        sampler.enqueue(logits, SamplingParams.of(torch.from_numpy(host_params(rows)).to(device)), wanted)
+        params = SamplingParams.of(torch.from_numpy(host_params(rows)).to(device))
+        sampler.sample(logits, params)  # in the model's own type, as most steps: with a shaped row all become wider
+        sampler.enqueue(logits, params, wanted)
 
     return sample
 
@@ -381,6 +383,8 @@ def load_device_runner(config: WorkerConfig) -> DeviceRunner:
 
 def check_options(config: WorkerConfig, dtype: torch.dtype, capability: tuple[int, int]) -> None:
     """Of what can't be together, or not on such a card. Raises StartupError."""
+    if capability < (8, 0):  # Triton compiles for no older card
+        raise StartupError("a GPU needs compute capability 8.0 or more, this one has {}.{}".format(*capability))
     if config.quantize == "none":
         return
     quantize.check(config.quantize, dtype, capability)

@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from shared.lifecycle import StartupError
 from shared.messages import Sampling
 from worker.config import WorkerConfig
+from worker import attention, experts
 from worker.device import load
 from worker.device.decoder import FusedDecoder
 from worker.device.load import InvariantLinear, Room, check_options, device_runner, load_on, prepare, random_model
@@ -33,7 +34,9 @@ MakeModel = Callable[..., Path]
 
 @pytest.fixture(autouse=True)
 def plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not Triton's interpreter."""
+    """Not Triton's interpreter; and ``transformers`` knows what its models are read with."""
+    attention.register()
+    experts.register()
     monkeypatch.setattr("kernels.triton.launching.INTERPRETED", False)
 
 
@@ -189,6 +192,8 @@ def test_what_cannot_be_together_is_refused(tiny_model: MakeModel, monkeypatch: 
         check_options(dataclasses.replace(quantised, batch_invariant=True), torch.bfloat16, (9, 0))
     with pytest.raises(StartupError, match="divided over ranks"):
         check_options(dataclasses.replace(quantised, tensor_parallel=2), torch.bfloat16, (9, 0))
+    with pytest.raises(StartupError, match=r"compute capability 8\.0 or more, this one has 7\.5"):
+        check_options(WorkerConfig(), torch.bfloat16, (7, 5))
 
 
 def test_random_weights_are_those_of_their_seed(tiny_model: MakeModel) -> None:
