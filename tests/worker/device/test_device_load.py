@@ -18,8 +18,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from shared.lifecycle import StartupError
 from shared.messages import Sampling
-from worker.config import WorkerConfig
 from worker import attention, experts
+from worker.config import WorkerConfig
 from worker.device import load
 from worker.device.decoder import FusedDecoder
 from worker.device.load import InvariantLinear, Room, check_options, device_runner, load_on, prepare, random_model
