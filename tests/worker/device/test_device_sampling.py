@@ -18,6 +18,7 @@ from shaped_rows import CPU, VOCABULARY, check_shapes, params_of, random_shape, 
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shared.messages import Sampling
+from worker.device import load
 from worker.device.sampling import (
     DeviceSampler,
     Pending,
@@ -248,6 +249,19 @@ def test_a_step_that_asks_nothing_uploads_nothing(monkeypatch: pytest.MonkeyPatc
     with nothing_waits(monkeypatch):
         pending = DeviceSampler(CPU, refuse).enqueue(logits, params, Wanted())
     assert len(pending.tensors) == 1 and finish(pending).tokens == sample(logits.clone(), rows)
+
+
+def test_at_start_tokens_are_chosen_from_logits_of_every_type_that_steps_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    types = []
+
+    def note(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+        types.append(logits.dtype)
+        return choose(logits, params)
+
+    sampler = DeviceSampler(CPU, upload)
+    monkeypatch.setattr(sampler, "sample", note)
+    load._sampling(sampler, CPU)(random_logits(3, 200).bfloat16())
+    assert types == [torch.bfloat16, torch.float32], "as the model says them, and wider once a row is shaped"
 
 
 @pytest.mark.parametrize("waits", [lambda x: x.tolist(), lambda x: x[x > 0], lambda x: bool(x.any()), torch.nonzero])
