@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from scheduler.core.limits import Limits
+from scheduler.core.limits import PLACEMENTS, Limits
 from scheduler.policies.batching import BATCHING_POLICIES
 from scheduler.policies.scaling import ScalingPolicy
 from shared.config import MeshConfig, at_least, between, option
@@ -18,6 +18,12 @@ class SchedulerConfig(MeshConfig):
     policy: str = option(
         "continuous", "when a batch takes in new sequences; static and dynamic are baselines",
         choices=tuple(BATCHING_POLICIES),
+    )  # fmt: skip
+    placement: str = option(
+        "prefix",
+        "which worker of a model takes a request: prefix weighs what each has cached, its load and its speed; "
+        "least-loaded and round-robin are baselines",
+        choices=PLACEMENTS,
     )  # fmt: skip
     max_num_seqs: int = option(64, "most sequences in one worker's batch", check=at_least(1))
     max_num_batched_tokens: int = option(1024, "token budget of one iteration", check=at_least(1))
@@ -122,6 +128,7 @@ class SchedulerConfig(MeshConfig):
             enable_chunked_prefill=self.enable_chunked_prefill,
             prefill_chunk_limit=self.prefill_chunk_limit,
             run_ahead=self.run_ahead,
+            placement=self.placement,
             enable_prefix_caching=self.enable_prefix_caching,
             growth_aware_admission=self.growth_aware_admission,
             length_quantile=self.length_quantile,

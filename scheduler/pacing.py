@@ -88,8 +88,17 @@ class PlanSender:
             link.sent.popleft()
 
     def pump_all(self) -> None:
-        for worker in list(self.links):
-            self.pump(worker)
+        """Something may have come: every worker that may have something to plan is asked, as long as any has.
+
+        What one takes can turn what waits behind it to another that was asked before.
+        """
+        asked = list(self.links)
+        while asked:
+            idle = {worker for worker in asked if not self.links[worker].sent}
+            for worker in self._core.whom_to_ask(asked, time.monotonic_ns()) if len(self.links) > 1 else asked:
+                self.pump(worker)
+            left = [worker for worker in idle if worker in self.links and not self.links[worker].sent]
+            asked = sorted(left) if len(self.links) > 1 and len(left) < len(idle) else []
 
     def pump(self, worker: str) -> None:
         """Send the worker what it should have now, and set the timer for what it should have later.

@@ -193,8 +193,13 @@ class Simulation:
             self._at(self.now + TICK_NS, self._tick)
 
     def _pump_all(self) -> None:
-        for link in self._links.values():
-            self._pump(link)
+        asked = list(self._links)
+        while asked:
+            idle = [name for name in asked if not self._links[name].sent]
+            for name in self.core.whom_to_ask(asked, self.now) if len(self._links) > 1 else asked:
+                self._pump(self._links[name])
+            left = [name for name in idle if not self._links[name].sent]
+            asked = left if len(left) < len(idle) and len(self._links) > 1 else []
 
     def _pump(self, link: _Link) -> None:
         if not link.sent and not self._send_plan(link):

@@ -17,6 +17,7 @@ from scheduler.core.events import Counters
 from scheduler.core.fairness import VirtualTokenCounters
 from scheduler.core.lengths import OutputLengths
 from scheduler.core.limits import Limits
+from scheduler.core.placement import Placing
 from scheduler.core.projection import Growing, Projection
 from scheduler.core.sequence import Lack, Sequence, pages_for
 from scheduler.core.suspects import Suspects
@@ -36,9 +37,6 @@ SHARED_PREFILL_TOKENS = 128
 """Waiting for somebody else's prefill to fill the prefix cache pays from so many tokens: about what a GPU computes in
 the time of one step that only reads the weights."""
 
-Defer = Callable[[WorkerState, Sequence], bool]
-"""True if another worker should admit this sequence instead (a request binds when it is admitted)."""
-
 Join = Callable[[WorkerState, Sequence, Placement, PlanDraft], None]
 
 
@@ -56,7 +54,7 @@ class Admission:
         self._suspects = suspects
 
     def admit(
-        self, worker: WorkerState, queue: WaitingQueue, draft: PlanDraft, defer: Defer, join: Join, now: int
+        self, worker: WorkerState, queue: WaitingQueue, draft: PlanDraft, placing: Placing, join: Join, now: int
     ) -> list[Sequence]:
         """Admit what may enter now; each is removed from the queue and joined."""
         limits = self._limits
@@ -67,6 +65,7 @@ class Admission:
             return []
         if self._full_lately(worker, queue):
             return []
+        worker.full_look = None
         if self._fairness.contended:
             self._settle_service()
         looked = 0
@@ -92,11 +91,12 @@ class Admission:
                 break
             if not worker.can_hold(sequence):
                 continue  # it waits for a larger worker, and nobody here holds it up
-            if defer(worker, sequence):
-                if pass_.head is None:
-                    worker.lack = (Lack.WORKER, sequence.request_id)
-                    break  # another worker takes it
-                continue
+            if sequence is not queue.blocked and placing.leaves(worker, sequence, now):
+                sequence.waits_for(Lack.WORKER, "", now)
+                if placing.spent:
+                    break
+                looked -= 1
+                continue  # not blocked: another worker that could admit it now is to take it
             if pass_.head is None and sequence is not queue.blocked and pass_.too_long(sequence):
                 sequence.waits_for(Lack.LONG, "", now)
                 continue  # isolated, not blocked: it waits for the long ones that run, not for memory
@@ -107,6 +107,9 @@ class Admission:
                 continue
             if pass_.head is None:
                 if not pass_.fits(sequence, placement):
+                    if sequence is not queue.blocked and placing.leaves(worker, sequence, now, refused=True):
+                        sequence.waits_for(Lack.WORKER, "", now)
+                        continue
                     worker.lack = (Lack.BLOCKS, sequence.request_id)
                     sequence.waits_for(Lack.BLOCKS, "", now)
                     if not self.block(worker, queue, sequence, placement, now):
@@ -303,6 +306,7 @@ class _Pass:
             self._committed = worker.committed_blocks()
         pinned = worker.num_pinned if sequence is not worker.pinned_for else 0
         if self._committed + worst + pinned <= self._limit:
+            worker.expected_growth = 0
             return True  # even if every one runs to its max_tokens
         candidate = self._admission.candidate(worker, sequence, placement)
         return self._project().fits_with(candidate, placement.takes + pinned, self._limit)
@@ -413,5 +417,7 @@ class _Pass:
 
     def _project(self) -> Projection:
         if self._projection is None:
-            self._projection = self._admission.project(self._worker)
+            worker = self._worker
+            self._projection = self._admission.project(worker)
+            worker.expected_growth = max(0, self._projection.peak - worker.pool.num_used + worker.num_pinned)
         return self._projection

@@ -123,6 +123,10 @@ class BlockPool:
                 self._cached[block] = None
         self._free = [block for block in self._free if block in free]
 
+    def holds(self, content: bytes) -> bool:
+        """True if some block holds that content."""
+        return content in self._by_hash
+
     def match(self, chain: Sequence[bytes]) -> list[int]:
         """The blocks that hold the longest indexed prefix of ``chain``. Takes no reference."""
         found = []

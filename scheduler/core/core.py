@@ -7,6 +7,7 @@ the time in, and carry out what comes back. The same inputs at the same times gi
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import islice
 
 from scheduler.core.admissible import judge, unfinished
 from scheduler.core.admission import Admission
@@ -17,8 +18,9 @@ from scheduler.core.held_planner import HeldBatchPlanner
 from scheduler.core.lengths import rank_of
 from scheduler.core.limits import Limits
 from scheduler.core.losses import LosingState, speaks
+from scheduler.core.placement import Placing
 from scheduler.core.planner import ContinuousPlanner
-from scheduler.core.sequence import BeamGroup, Sequence, Status, pages_for
+from scheduler.core.sequence import BeamGroup, Sequence, Status
 from scheduler.core.state import ModelState, RequestState
 from scheduler.core.waiting import WaitingQueue
 from scheduler.core.worker_state import PlanInFlight, WorkerState
@@ -118,7 +120,8 @@ class SchedulerCore(LosingState):
             resumed = unfinished(resumed, submit.sampling, capacities[0].eos_token_ids)
             seniority = (submit.priority, submit.arrival_ns, submit.request_id, choice)
             sequence = Sequence(submit, choice, tokens + resumed, len(tokens), seniority, now, deadline=deadline)
-            sequence.rank = rank_of(self._created + len(sequences))
+            sequence.number = self._created + len(sequences)
+            sequence.rank = rank_of(sequence.number)
             sequence.began = sequence.charged = len(resumed)  # charged by whoever ran it before
             sequences.append(sequence)
         request = self._requests[submit.request_id] = RequestState(submit.attempt, sequences, len(sequences))
@@ -196,7 +199,7 @@ class SchedulerCore(LosingState):
             if self.policy.holds_batch:
                 draft = self._held.draft(worker, queue, admit, now)
             else:
-                draft = self._continuous.draft(worker, queue, admit, self._defer, now, events)
+                draft = self._continuous.draft(worker, queue, admit, self._placing(worker, len(queue)), now, events)
             if not draft.empty:
                 return draft.finish(self.epoch, now), events
             if worker.in_flight or not worker.trial:
@@ -262,6 +265,27 @@ class SchedulerCore(LosingState):
                 model.worker_lost_ns = now  # whatever is still submitted by mistake waits no longer than this again
         return events
 
+    def whom_to_ask(self, names: Iterable[str], now: int) -> list[str]:
+        """Of the workers ``names``, those that may have something to plan, those that what waits should go to first.
+
+        Changes nothing, so a replay need not ask. A driver asks it when anything has come, and asks them for plans.
+        """
+        first: dict[str, None] = {}
+        idle: set[str] = set()  # what would be asked in vain
+        for name, model in self._models.items():
+            workers = [worker for worker in self.workers.values() if worker.capacity.model == name]
+            if len(workers) < 2 or not model.queue or self.policy.holds_batch:
+                continue
+            window = list(islice(model.queue.order(now), self.limits.backfill_window + 1))
+            placed, others = self._placing(workers[0], len(model.queue)).first_asked(window, now)
+            first.update(dict.fromkeys(placed))
+            if not (others or self._suspects or len(window) < len(model.queue)):
+                idle.update(worker.name for worker in workers if not (worker.has_work or worker.in_flight))
+        names = list(names)
+        known = set(names)
+        asked = [name for name in first if name in known]
+        return asked + [name for name in names if name not in first and name not in idle]
+
     def wake_at(self, worker_name: str, now: int) -> int | None:
         """When ``plan`` should be asked again although no input comes (the dynamic policy's window), or None."""
         worker = self.workers[worker_name]
@@ -276,19 +300,10 @@ class SchedulerCore(LosingState):
         slots = self.limits.batch_slots(worker.capacity)
         return BatchView(len(worker.running) + len(worker.held), len(queue), waited, slots)
 
-    def _defer(self, worker: WorkerState, head: Sequence) -> bool:
-        """Leave the sequence to a worker of the same model that runs fewer and has room for it."""
-        return any(
-            other is not worker
-            and other.capacity.model == worker.capacity.model
-            and not other.draining
-            and not other.trial
-            and not other.preempted
-            and len(other.running) < len(worker.running)
-            and other.can_hold(head)
-            and pages_for(len(head.tokens), other.capacity.block_size) <= other.pool.num_free // 2
-            for other in self.workers.values()
-        )
+    def _placing(self, worker: WorkerState, waiting: int) -> Placing:
+        model = worker.capacity.model
+        workers = [other for other in self.workers.values() if other.capacity.model == model]
+        return Placing(self.limits, self.lengths, workers, waiting)
 
     def _take_tokens(
         self, worker: WorkerState, plan: PlanInFlight, result: StepResult, now: int, events: list[CoreEvent]

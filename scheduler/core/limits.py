@@ -10,6 +10,8 @@ _AT_LEAST_ONE = frozenset(
     ("max_num_seqs", "max_num_batched_tokens", "prefill_chunk_limit", "run_ahead", "max_num_queued_reqs",
      "max_plan_start_bytes")
 )  # fmt: skip
+PLACEMENTS = ("prefix", "least-loaded", "round-robin")
+
 _SHARES = frozenset(("oldest_prefill_share", "long_context_share", "admission_watermark"))
 
 
@@ -34,6 +36,7 @@ class Limits:
     min_prefill_tokens: int = 32  # prefill per step that the target never takes away
     swap: bool = True  # where a worker sets host memory aside: move a victim's blocks there if that is cheaper
     run_ahead: int = 2  # plans in flight per worker
+    placement: str = "prefix"  # which worker takes a sequence that several could take: one of PLACEMENTS
     max_num_queued_reqs: int = 1024  # waiting sequences
     max_num_queued_tokens: int = 0  # prompt and max_tokens that wait, unless nothing else does; 0: no bound
     admission_watermark: float = 0.02  # share of the pool kept free at admissions, never against the only sequence
@@ -44,7 +47,11 @@ class Limits:
 
     def __post_init__(self) -> None:
         """Raises ValueError, one line that names the limit, where a number is out of its range."""
+        if self.placement not in PLACEMENTS:
+            raise ValueError(f"placement ({self.placement}) is one of {', '.join(PLACEMENTS)}")
         for name, value in vars(self).items():
+            if isinstance(value, str):
+                continue
             least = 1 if name in _AT_LEAST_ONE else 0
             if not value >= least:
                 raise ValueError(f"{name} ({value}) is at least {least}")

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from scheduler.core.admission import Admission, Defer
+from scheduler.core.admission import Admission
 from scheduler.core.draft import PlanDraft
 from scheduler.core.events import CoreEvent, Counters, Preempted
 from scheduler.core.limits import Limits
+from scheduler.core.placement import Placing
 from scheduler.core.sequence import Lack, Sequence, Status, pages_for
 from scheduler.core.step_time import attention_pairs
 from scheduler.core.suspects import Suspects
@@ -32,8 +33,9 @@ class ContinuousPlanner:
         self._admission = admission
 
     def draft(
-        self, worker: WorkerState, queue: WaitingQueue, admit: bool, defer: Defer, now: int, events: list[CoreEvent]
-    ) -> PlanDraft:
+        self, worker: WorkerState, queue: WaitingQueue, admit: bool, placing: Placing, now: int,
+        events: list[CoreEvent],
+    ) -> PlanDraft:  # fmt: skip
         limits = self._limits
         draft = PlanDraft(worker, self._counters)
         step_tokens = limits.step_tokens(worker.capacity)
@@ -62,7 +64,7 @@ class ContinuousPlanner:
                 running = sum(not self._sits_out(worker, one) for one in worker.running)
                 joined += self._admission.admit_tried(worker, queue, draft, running, self._join, now)
             elif admit and not worker.draining:
-                joined += self._admission.admit(worker, queue, draft, defer, self._join, now)
+                joined += self._admission.admit(worker, queue, draft, placing, self._join, now)
             if not (decodes or prefills or joined or worker.in_flight):
                 if kept_out is not None:
                     joined = self._unstall(worker, kept_out, draft, now, events)
@@ -98,6 +100,8 @@ class ContinuousPlanner:
             if grant:
                 draft.chunk(sequence, grant)
                 self._fork_if_done(worker, sequence, queue, draft, now)
+        worker.prefilling = [one for one, grant, need in zip(prefills, grants, needs, strict=True) if grant < need]
+        worker.prompts_left = sum(needs) - sum(grants)
         return draft
 
     def _within_target(

@@ -64,6 +64,7 @@ class Sequence:
     prompt_len: int  # of the original prompt: resumed tokens are not part of it
     seniority: Seniority
     submitted_ns: int
+    number: int = 0  # among all that were submitted
     rank: float = 0.5  # its place in (0, 1) among all: which quantile of lengths is expected of it
     status: Status = Status.WAITING
     worker: str = ""
@@ -82,6 +83,7 @@ class Sequence:
     shares_tail: bool = False  # its last page may be shared with a fork: copy it before the next write
     blocked_since: int = 0  # when it first failed to fit as the head of the queue
     bypasses: int = 0  # sequences admitted past it since
+    left_since: int = 0  # when a worker that might have taken it first left it to another one
     began: int = 0  # generated tokens that it was submitted with
     charged: int = 0  # generated tokens that its tenant was charged for
     expected: int = 0  # generated tokens it is expected to end with, as last looked up

@@ -14,6 +14,8 @@ from scheduler.core.step_time import PlannedWork, StepTimePredictor
 from shared.messages import Capacity
 from shared.page_hash import extend_chain, root_hash
 
+_USUAL_PROMPT = 512
+
 MOST_SALTS = 10_000
 """Cache salts whose roots are remembered; they are recomputed when asked for again."""
 
@@ -102,6 +104,9 @@ class WorkerState:
         "",
     )  # (Lack, request id): what those that wait waited for at the last look; empty: none
     full_look: tuple[int, int, int] | None = None  # (step, changes of the queue, releases) when admission left off
+    prefilling: list[Sequence] = field(default_factory=list)  # with prompt tokens that the last plan left over
+    prompts_left: int = 0  # how many tokens those are
+    expected_growth: int = 0  # blocks that what runs is expected to grow by, as of the last look at the queue
     _roots: dict[str, bytes] = field(default_factory=dict)  # cache salt -> root of its hash chains
     _free_host: list[int] | None = None
     _free_slots: list[int] = field(default_factory=list)
@@ -123,10 +128,7 @@ class WorkerState:
     def place(self, sequence: Sequence, tokens: int) -> Placement:
         """What holding ``tokens`` tokens of the sequence would take here, given what the prefix cache holds."""
         blocks = pages_for(tokens, self.capacity.block_size)
-        hits: list[int] = []
-        if self.prefix_caching:
-            # Never the whole sequence: its last token is computed again, to have logits to sample from.
-            hits = self.pool.match(self._chain(sequence, (len(sequence.tokens) - 1) // self.capacity.block_size))
+        hits = self.pool.match(self.prompt_chain(sequence))
         return Placement(hits, blocks - len(hits), blocks - len(hits) + self.pool.num_unreferenced(hits))
 
     def hold(self, sequence: Sequence, placement: Placement) -> None:
@@ -220,8 +222,15 @@ class WorkerState:
                 self.pool.register(sequence.pages[index], chain[index])
             sequence.registered = full
 
-    def _chain(self, sequence: Sequence, blocks: int) -> list[bytes]:
-        salt = sequence.submit.cache_salt
+    def prompt_chain(self, sequence: Sequence) -> list[bytes]:
+        """Hashes of the blocks of which the cache may hold some. Empty without a prefix cache."""
+        if not self.prefix_caching:
+            return []
+        # Never the whole sequence: its last token is computed again, to have logits to sample from.
+        return self._chain(sequence, (len(sequence.tokens) - 1) // self.capacity.block_size)
+
+    def root_of(self, salt: str) -> bytes:
+        """Where the hash chains of sequences with this cache salt begin."""
         root = self._roots.get(salt)
         if root is None:
             if len(self._roots) >= MOST_SALTS:
@@ -229,6 +238,10 @@ class WorkerState:
             capacity = self.capacity
             stored = f"{capacity.dtype}{capacity.kv_dtype and ':'}{capacity.kv_dtype}/{capacity.block_size}"
             root = self._roots[salt] = root_hash(capacity.model, stored, salt)
+        return root
+
+    def _chain(self, sequence: Sequence, blocks: int) -> list[bytes]:
+        root = self.root_of(sequence.submit.cache_salt)
         if sequence.chain_root != root:
             sequence.chain_root = root
             sequence.chain = []
@@ -261,6 +274,15 @@ class WorkerState:
     def predicted_us(self) -> float:
         """How long the oldest plan in flight is expected to take; 0 if none is, or nothing was measured yet."""
         return self.predictor.predict_us(self.in_flight[0].work) if self.in_flight else 0.0
+
+    def speed_us(self) -> tuple[float, float, float] | None:
+        """What a prompt token, a step that only decodes and one more row in it take; None as long as either kind of
+        step was not measured."""
+        rows = max(1, len(self.running))
+        token, step = self.predictor.prompt_us(_USUAL_PROMPT) / _USUAL_PROMPT, self.predictor.decode_us(rows)
+        if not token or not step:
+            return None
+        return token, step, max(0.0, self.predictor.decode_us(rows + 1) - step)
 
     @property
     def has_work(self) -> bool:

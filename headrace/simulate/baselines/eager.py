@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import math
 
-from scheduler.core.admission import Defer
 from scheduler.core.core import SchedulerCore
 from scheduler.core.draft import PlanDraft
 from scheduler.core.events import CoreEvent, Counters, Preempted
 from scheduler.core.limits import Limits
+from scheduler.core.placement import Placing
 from scheduler.core.sequence import Sequence, Status, pages_for
 from scheduler.core.waiting import WaitingQueue
 from scheduler.core.worker_state import Placement, WorkerState
@@ -34,8 +34,9 @@ class EagerPlanner:
         self._whole_prompt = whole_prompt
 
     def draft(
-        self, worker: WorkerState, queue: WaitingQueue, admit: bool, defer: Defer, now: int, events: list[CoreEvent]
-    ) -> PlanDraft:
+        self, worker: WorkerState, queue: WaitingQueue, admit: bool, placing: Placing, now: int,
+        events: list[CoreEvent],
+    ) -> PlanDraft:  # fmt: skip
         draft = PlanDraft(worker, self._counters)
         budget = self._limits.max_num_batched_tokens
         preempted = False

@@ -14,6 +14,8 @@ from scheduler.core.beams import BeamSearch, Hypothesis
 from scheduler.core.core import SchedulerCore
 from scheduler.core.events import CoreEvent, Found
 from scheduler.core.limits import Limits
+from scheduler.core.placement import MOST_PATIENCE_NS
+from scheduler.core.sequence import Sequence
 from shared.beams import candidates_wanted
 from shared.messages import (
     Capacity,
@@ -167,9 +169,16 @@ class Box:
             waiting = [
                 sequence.request_id
                 for sequence in self.core._models["m"].queue
-                if worker.can_hold(sequence) and suspects.group_of(sequence) not in suspects.on_trial
+                if worker.can_hold(sequence)
+                and suspects.group_of(sequence) not in suspects.on_trial
+                and not self.left_to_another(sequence)
             ]
             assert not waiting, f"{waiting} wait for an empty worker"
+
+    def left_to_another(self, sequence: Sequence) -> bool:
+        """True if a worker may leave the sequence to another one (whose plan or result makes somebody ask again)."""
+        live = [one for one in self.core.workers.values() if not one.draining]
+        return len(live) > 1 and 0 <= self.now - sequence.left_since < MOST_PATIENCE_NS and sequence.left_since > 0
 
     def execute(self, worker: str = "w0") -> StepResult:
         """Run the oldest plan in flight at the worker; its result goes nowhere yet."""
