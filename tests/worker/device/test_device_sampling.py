@@ -252,7 +252,7 @@ def test_a_step_that_asks_nothing_uploads_nothing(monkeypatch: pytest.MonkeyPatc
 
 
 def test_at_start_tokens_are_chosen_from_logits_of_every_type_that_steps_have(monkeypatch: pytest.MonkeyPatch) -> None:
-    types = []
+    types: list[torch.dtype] = []
 
     def note(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
         types.append(logits.dtype)
