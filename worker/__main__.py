@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from prometheus_client import CollectorRegistry
 
+from observability.listener import Page
 from observability.logs import setup_logging
 from observability.membership import joined
 from observability.startup import start_up
@@ -117,6 +118,7 @@ async def serve(config: WorkerConfig, stop: asyncio.Event, load: Load = load) ->
         service = WorkerService(
             config, name, new_incarnation(), member.step_bus, member.bus, metrics, member.tracing
         )  # fmt: skip
+        member.listener.add("/ready", lambda rest, query: _readiness(service))
         await service.listen()
         start_up.ended("bus")
         async with asyncio.TaskGroup() as group:
@@ -134,6 +136,11 @@ async def serve(config: WorkerConfig, stop: asyncio.Event, load: Load = load) ->
                 log.info("%s", start_up.line())
             await serving
             stopped.cancel()
+
+
+def _readiness(service: WorkerService) -> Page:
+    """For whoever replaces workers one by one: 200 once the model is loaded, 503 before and while it drains."""
+    return Page(b"ready\n", "text/plain") if service.ready else Page(b"not ready\n", "text/plain", 503)
 
 
 def main(argv: Sequence[str] | None = None, load: Load = load) -> int:

@@ -70,6 +70,11 @@ class WorkerService:
         self._quiet = asyncio.Event()  # set by each step that leaves the batch empty
         self.draining = False
 
+    @property
+    def ready(self) -> bool:
+        """The model is loaded, and the worker is not stopping. From any thread."""
+        return self._loop is not None and not self.draining
+
     async def listen(self) -> None:
         """Subscribe and show up, before the model is loaded: the mesh sees a worker that is loading."""
         await self._step_bus.subscribe(self._subjects.step(self._name), self._on_plan)

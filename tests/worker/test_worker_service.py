@@ -30,6 +30,7 @@ from shared.messages import (
 )
 from shared.page_hash import DIGEST_BYTES
 from shared.subjects import Subjects
+from worker.__main__ import _readiness
 from worker.config import WorkerConfig
 from worker.metrics import WorkerMetrics
 from worker.service import WorkerService
@@ -164,3 +165,14 @@ def test_a_roll_call_on_the_step_subject_is_answered_by_a_beat() -> None:
 
     shell = run(scenario)
     assert shell.metrics.bad_messages._value.get() == 1, "a beat is none of its business"
+
+
+def test_it_is_ready_once_its_model_is_loaded_and_until_it_stops() -> None:
+    async def loading(shell: Shell) -> None:
+        assert _readiness(shell.service).status == 503
+
+    async def loaded(shell: Shell) -> None:
+        assert _readiness(shell.service).status == 200
+
+    run(loading, loaded=False)
+    assert _readiness(run(loaded).service).status == 503
