@@ -40,7 +40,7 @@ def load_runner(config):
         started.set()
 
 async def told_to_stop_at_once():
-    worker._load_in_background(WorkerConfig())
+    worker._load_in_background(WorkerConfig(), load_runner)
     await asyncio.to_thread(started.wait)
 
 def run(main):
@@ -48,7 +48,7 @@ def run(main):
     print("stopped")
     return 7
 
-worker.load_runner, worker.run = load_runner, run
+worker.run = run
 sys.exit(worker.main([]))
 """
 

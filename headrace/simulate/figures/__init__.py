@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from headrace.output_file import check_folder
-from headrace.simulate.figures import batching, interference, memory, pressure, published
+from headrace.simulate.figures import batching, interference, memory, placement, pressure, published
 from headrace.simulate.figures.claim import Bench, Section
 from headrace.simulate.figures.document import as_text, write
 from shared.config import ConfigError, Parser
@@ -28,6 +28,7 @@ SECTIONS: dict[str, Callable[[Bench], list[Section]]] = {
     "head-of-line": pressure.blocked_head,
     "watermark": pressure.watermark,
     "tenants": pressure.flood,
+    "placement": placement.shared_prefixes,
     "published": published.published,
 }
 
