@@ -53,6 +53,7 @@ class Load:
     token_us: float = UNMEASURED[0]
     step_us: float = UNMEASURED[1]
     row_us: float = UNMEASURED[2]
+    form: tuple[str, str, int, int, int] = ("", "", 0, 0, 0)  # equal ones hold the same, in blocks of the same hashes
     computes: dict[bytes, list[list[bytes]]] = field(default_factory=dict)  # first block -> chains being computed
 
     def hits(self, chain: list[bytes]) -> int:
@@ -64,12 +65,8 @@ class Load:
             found = max(found, _common(chain, other))
         return found
 
-    def could_admit(self, sequence: CoreSequence, hits: int) -> bool:
-        """True if slots and blocks would do, as far as can be told without looking through all that runs there."""
-        width = max(1, sequence.submit.sampling.beam_width)
-        if self.slots < width or not self.worker.can_hold(sequence):
-            return False
-        blocks = pages_for(len(sequence.tokens), self.worker.capacity.block_size)
+    def has_room(self, blocks: int, hits: int) -> bool:
+        """True if ``blocks`` would do, as far as can be told without looking through all that runs there."""
         return (blocks if self.idle else blocks - hits) <= self.free
 
     def give(self, sequence: CoreSequence, chain: list[bytes], hits: int) -> None:
@@ -170,13 +167,19 @@ class Placing:
 
     def choose(self, sequence: CoreSequence) -> Load | None:
         """Where the sequence should go, of the workers that could admit it now; None if none could."""
-        if not self._loads:
-            return None
-        able = [
-            (load, held)
-            for load in self._loads
-            if load.slots > 0 and load.could_admit(sequence, held := load.hits(self._chain(load, sequence)))
-        ]
+        width = max(1, sequence.submit.sampling.beam_width)
+        known: dict[tuple[str, str, int, int, int], tuple[int, list[bytes]]] = {}
+        able: list[tuple[Load, int]] = []
+        for load in self._loads:
+            if load.slots < width:
+                continue
+            if load.form not in known:
+                fits = load.worker.can_hold(sequence)
+                blocks = pages_for(len(sequence.tokens), load.worker.capacity.block_size) if fits else -1
+                known[load.form] = blocks, self._chain(load, sequence)
+            blocks, chain = known[load.form]
+            if blocks >= 0 and load.has_room(blocks, held := load.hits(chain)):
+                able.append((load, held))
         if len(able) < 2:
             return able[0][0] if able else None
         if self._limits.placement == "round-robin":
@@ -233,6 +236,8 @@ def load_of(worker: WorkerState, slots: int) -> Load:
     """A worker's load as it stands, with ``slots`` free."""
     rows = len(worker.running)
     load = Load(worker, slots, worker.pool.num_free, rows, idle=not rows)
+    capacity, total = worker.capacity, worker.pool.num_blocks
+    load.form = capacity.dtype, capacity.kv_dtype, capacity.block_size, capacity.max_model_len, total
     if rows:
         load.free -= rows + worker.expected_growth
         load.queued = worker.prompts_left + sum(plan.prefill_tokens for plan in worker.in_flight)
