@@ -18,7 +18,7 @@ def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def shared_gateway(tokenizer_folder: Path) -> Iterator[RunningGateway]:
     with running_gateway(tokenizer_folder) as gateway:
         yield gateway

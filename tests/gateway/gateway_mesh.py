@@ -106,6 +106,7 @@ class FakeMesh:
         self.running: list[Running] = []
         self.sent_tokens = 0
         self.cached = -1  # prompt tokens that the prefix cache is said to have held
+        self.error: BaseException | None = None  # what ended it
 
     async def start(self) -> None:
         await self.listen()
@@ -125,9 +126,13 @@ class FakeMesh:
         await self.beat()
 
     async def run(self) -> None:
-        async with asyncio.TaskGroup() as group:
-            group.create_task(self._beat_forever())
-            group.create_task(self._step_forever())
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._beat_forever())
+                group.create_task(self._step_forever())
+        except BaseExceptionGroup as error:
+            self.error = error
+            raise
 
     async def beat(self) -> None:
         models = [ModelInfo(MODEL, MAX_MODEL_LEN, VOCAB_SIZE, self.workers, **self.queue)]
@@ -308,6 +313,9 @@ class RunningGateway:
     def until(self, condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
         deadline = time.monotonic() + timeout_s
         while not condition():
+            for error in (self.error, self.mesh.error):
+                if error is not None:
+                    raise AssertionError("the gateway or its mesh has ended") from error
             assert time.monotonic() < deadline, "the condition did not come true in time"
             time.sleep(0.005)
 
