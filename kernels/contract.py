@@ -145,6 +145,18 @@ class DeviceKernel(AttentionKernel, Protocol):
         """As :meth:`plan`, of a batch that is there already. May be captured in a graph, if ``batch.host`` is None."""
         ...
 
+    def attend(
+        self,
+        plan: Any,
+        cache: LayerCache,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layer: LayerAttention,
+    ) -> torch.Tensor:
+        self.write(plan, cache, key, value)
+        return self.read(plan, cache, query, layer)
+
     def write(self, plan: Any, cache: LayerCache, key: torch.Tensor, value: torch.Tensor) -> None:
         """The first half of :meth:`attend`."""
         ...

@@ -33,7 +33,7 @@ class FlashPlan:
     rest: tuple[slice | torch.Tensor, Any] | None  # rows that the paged kernel reads beside the calls, by which plan
 
 
-class FlashAttention:
+class FlashAttention(DeviceKernel):
     """:class:`~kernels.contract.DeviceKernel`. The pages, all writing, and reading what no library is given for are the
     paged kernel's.
 
@@ -109,18 +109,6 @@ class FlashAttention:
         return batch.block_tables[:, : -(-batch.max_keys // self.geometry.block_size)]
 
     # --- once per layer ----------------------------------------------------------------------------------------------
-
-    def attend(
-        self,
-        plan: FlashPlan,
-        cache: LayerCache,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        layer: LayerAttention,
-    ) -> torch.Tensor:
-        self.write(plan, cache, key, value)
-        return self.read(plan, cache, query, layer)
 
     def write(self, plan: FlashPlan, cache: LayerCache, key: torch.Tensor, value: torch.Tensor) -> None:
         self.paged.write(plan.whole, cache, key, value)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from kernels.contract import DeviceBatch, Geometry, LayerAttention, LayerCache, RaggedBatch
+from kernels.contract import DeviceBatch, DeviceKernel, Geometry, LayerAttention, LayerCache, RaggedBatch
 from kernels.device_batch import on_device
 from kernels.device_pages import allocate
 from kernels.triton.attention_kernel import merge_pieces, paged_attention
@@ -58,7 +58,7 @@ class TritonPlan:
     windows: dict[int | None, list[Pass]] = field(default_factory=dict)
 
 
-class TritonAttention:
+class TritonAttention(DeviceKernel):
     """See the module. ``storage`` is what pages hold, if not ``dtype``: fp8 (e4m3) or int8.
 
     ``batch_invariant``: one tile and pieces at fixed places for everything, so that the bits of a query depend on its
@@ -119,18 +119,6 @@ class TritonAttention:
         return Pass(launch, partials, torch.empty((*pieces, 2), dtype=torch.float32, device=self.device))
 
     # --- once per layer ----------------------------------------------------------------------------------------------
-
-    def attend(
-        self,
-        plan: TritonPlan,
-        cache: LayerCache,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        layer: LayerAttention,
-    ) -> torch.Tensor:
-        self.write(plan, cache, key, value)
-        return self.read(plan, cache, query, layer)
 
     def write(self, plan: TritonPlan, cache: LayerCache, key: torch.Tensor, value: torch.Tensor) -> None:
         write_pages(cache, key, value, plan.batch)

@@ -7,14 +7,14 @@ import itertools
 import torch
 from fake_flash import attention
 
-from kernels.contract import DeviceBatch, Geometry, LayerAttention, LayerCache, RaggedBatch
+from kernels.contract import DeviceBatch, DeviceKernel, Geometry, LayerAttention, LayerCache, RaggedBatch
 from kernels.device_batch import on_device
 from kernels.device_pages import allocate
 from kernels.quantized_pages import dequantize, has_scales, quantize
 from kernels.reference import LARGEST_KEY
 
 
-class TorchPages:
+class TorchPages(DeviceKernel):
     """:class:`~kernels.contract.DeviceKernel`. Counts the queries that it is asked for."""
 
     name = "paged"
@@ -34,18 +34,6 @@ class TorchPages:
 
     def plan_device(self, batch: DeviceBatch) -> DeviceBatch:
         return batch
-
-    def attend(
-        self,
-        plan: DeviceBatch,
-        cache: LayerCache,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        layer: LayerAttention,
-    ) -> torch.Tensor:
-        self.write(plan, cache, key, value)
-        return self.read(plan, cache, query, layer)
 
     def write(self, plan: DeviceBatch, cache: LayerCache, key: torch.Tensor, value: torch.Tensor) -> None:
         largest = torch.finfo(self.dtype).max

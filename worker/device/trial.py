@@ -33,7 +33,7 @@ from worker.device.decoder import FusedDecoder, FusedWeights, fuse
 WHOSE = "the fused decoder"
 
 
-class DenseAttention:
+class DenseAttention(DeviceKernel):
     """Paged attention in a few torch calls, each over every sequence's whole block table: for trials."""
 
     name = "dense"
@@ -52,18 +52,6 @@ class DenseAttention:
 
     def plan_device(self, batch: DeviceBatch) -> DeviceBatch:
         return batch
-
-    def attend(
-        self,
-        plan: DeviceBatch,
-        cache: LayerCache,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        layer: LayerAttention,
-    ) -> torch.Tensor:
-        self.write(plan, cache, key, value)
-        return self.read(plan, cache, query, layer)
 
     def write(self, plan: DeviceBatch, cache: LayerCache, key: torch.Tensor, value: torch.Tensor) -> None:
         for pages, new in ((cache.key, key), (cache.value, value)):
