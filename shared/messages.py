@@ -17,9 +17,15 @@ from enum import StrEnum
 
 import msgspec
 
+from shared.capacity import Capacity as Capacity
+from shared.capacity import ModelInfo as ModelInfo
+from shared.capacity import Role as Role
+from shared.fetching import Fetch as Fetch
+from shared.fetching import Fetched as Fetched
 from shared.flight_record import AnswerTrace
+from shared.message import Message as Message
 
-PROTOCOL = (1, 0)
+PROTOCOL = (1, 1)
 """(major, minor) of this node; travels in every message."""
 
 MAX_EPOCH = 1 << 53
@@ -55,10 +61,6 @@ class WorkerState(StrEnum):
     LOADING = "loading"
     READY = "ready"
     DRAINING = "draining"
-
-
-class Message(msgspec.Struct, array_like=True, frozen=True, gc=False, forbid_unknown_fields=False):
-    """Base of the parts of a message."""
 
 
 class Sampling(Message, frozen=True):
@@ -118,6 +120,8 @@ class Submit(Message, frozen=True, tag="submit"):
     tenant_weight: int = 100  # percent of a normal tenant's share
     client_id: str = ""  # the client's X-Request-Id, or ours: for whoever explains the request; no decision reads it
     answer_id: str = ""  # the answer's ``id``, likewise; empty if nothing tells the client
+    adapter: str = ""  # the LoRA adapter that it runs with; empty: none
+    pool: str = ""  # the pool that it was asked to run in; empty: by its length
 
 
 class SubmitReply(Message, frozen=True, tag="submit_reply"):
@@ -155,6 +159,7 @@ class SlotStart(Message, frozen=True):
     traceparent: str = ""
     computed: int = 0  # leading tokens whose KV is already in the pages (prefix cache)
     parent: int = -1  # fork: the slot whose tokens, block table and last logits of this step it shares
+    adapter: str = ""  # the LoRA adapter that it runs with
 
 
 class StepPlan(Message, frozen=True, tag="plan"):
@@ -183,6 +188,9 @@ class StepPlan(Message, frozen=True, tag="plan"):
     swap_ins: list[tuple[int, int]] = []  # (place in host memory, page)
     # (page, content hash) of pages that are whole once this step has run: the worker keeps them for a PageSnapshot.
     hashes: list[tuple[int, bytes]] = []
+    fetches: list[Fetch] = []  # that begin once this plan's page moves are done
+    # Fetches whose answers were heard: they are forgotten. One that still goes on is ended, and answered as any other.
+    drop_fetches: list[int] = []
 
 
 class Reset(Message, frozen=True, tag="reset"):
@@ -312,22 +320,6 @@ class RequestEvent(Message, frozen=True, tag="event"):
 # --- presence -------------------------------------------------------------------------------------------------------
 
 
-class Capacity(Message, frozen=True):
-    model: str
-    max_model_len: int
-    block_size: int  # tokens per KV block
-    num_blocks: int  # usable KV blocks, numbered 1 .. num_blocks; page 0 is the worker's scratch page
-    vocab_size: int  # rows of the embedding
-    eos_token_ids: list[int]
-    device: str = "cpu"
-    dtype: str = ""
-    kv_bytes_per_token: int = 0
-    host_blocks: int = 0  # KV blocks that fit in host memory set aside for swapping
-    grammars: bool = True  # whether Sampling.grammar can be asked for
-    kv_dtype: str = ""  # what KV blocks hold, where that is not the dtype
-    max_batched_tokens: int = 0  # tokens of one step, at most; 0: no limit
-
-
 class WorkerBeat(Message, frozen=True, tag="worker_beat"):
     worker: str
     incarnation: int
@@ -338,20 +330,7 @@ class WorkerBeat(Message, frozen=True, tag="worker_beat"):
     executing: int = 0  # step being executed, 0 if none
     executing_us: int = 0
     slots: int = 0
-
-
-class ModelInfo(Message, frozen=True):
-    name: str
-    max_model_len: int  # clamped to the KV pool
-    vocab_size: int
-    workers: int  # ready ones
-    waiting: int = 0  # sequences in the queue
-    waiting_tokens: int = 0  # prompt tokens and max_tokens that wait
-    max_waiting: int = 0  # beyond which the queue is full; 0: not told
-    max_waiting_tokens: int = 0  # the same in tokens; 0: no bound
-    service_rate: float = 0.0  # sequences that left the queue per second, of late; 0: none yet
-    queue_size: int = 0  # sequences that the queue holds when it is empty: no request may have more; 0: not told
-    grammars: bool = True  # whether every worker takes them
+    fetched: list[Fetched] = []  # of the latest batch, not known to have been heard
 
 
 class SchedulerBeat(Message, frozen=True, tag="scheduler_beat"):
@@ -386,7 +365,7 @@ class RollCall(Message, frozen=True, tag="roll_call"):
 
 AnyMessage = (
     Submit | SubmitReply | Cancel | StepPlan | Reset | StepResult | Need | WorkerFault | PageSnapshot | TokenBatch
-    | RequestEvent | WorkerBeat | SchedulerBeat | GatewayBeat | RollCall | Answered
+    | RequestEvent | WorkerBeat | SchedulerBeat | GatewayBeat | RollCall | Answered | Fetched
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

@@ -1,0 +1,51 @@
+"""What workers and models can take, as beats tell it."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from shared.message import Message
+
+
+class Role(StrEnum):
+    """What a worker is for. Each kind can do the other's work: a request without a place elsewhere is not stuck."""
+
+    MIXED = "mixed"
+    PREFILL = "prefill"  # computes prompts, then hands their KV blocks to a worker that decodes
+    DECODE = "decode"
+
+
+class Capacity(Message, frozen=True):
+    """What a worker can take, and what it was started for. Constant as long as its process lives."""
+
+    model: str
+    max_model_len: int
+    block_size: int  # tokens per KV block
+    num_blocks: int  # usable KV blocks, numbered 1 .. num_blocks; page 0 is the worker's scratch page
+    vocab_size: int  # rows of the embedding
+    eos_token_ids: list[int]
+    device: str = "cpu"
+    dtype: str = ""
+    kv_bytes_per_token: int = 0
+    host_blocks: int = 0  # KV blocks that fit in host memory set aside for swapping
+    grammars: bool = True  # whether Sampling.grammar can be asked for
+    kv_dtype: str = ""  # what KV blocks hold, where that is not the dtype
+    max_batched_tokens: int = 0  # tokens of one step, at most; 0: no limit
+    pool: str = ""  # the pool of workers that it is in; empty: the model's only one
+    role: Role = Role.MIXED  # to begin with: a planner may give it another
+    transfer: list[str] = []  # where others may fetch its KV blocks from, the quickest way first; empty: nowhere
+    adapters: list[str] = []  # LoRA adapters that it can run, by name
+
+
+class ModelInfo(Message, frozen=True):
+    name: str
+    max_model_len: int  # clamped to the KV pool
+    vocab_size: int
+    workers: int  # ready ones
+    waiting: int = 0  # sequences in the queue
+    waiting_tokens: int = 0  # prompt tokens and max_tokens that wait
+    max_waiting: int = 0  # beyond which the queue is full; 0: not told
+    max_waiting_tokens: int = 0  # the same in tokens; 0: no bound
+    service_rate: float = 0.0  # sequences that left the queue per second, of late; 0: none yet
+    queue_size: int = 0  # sequences that the queue holds when it is empty: no request may have more; 0: not told
+    grammars: bool = True  # whether every worker takes them
