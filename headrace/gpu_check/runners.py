@@ -17,7 +17,8 @@ from headrace.gpu_check.shapes import Shape
 from kernels.choice import choose
 from kernels.contract import DeviceKernel, Geometry, LayerAttention
 from shared.messages import Capacity
-from worker.device.load import Prepared, prepare, random_model
+from worker.device.load import random_model
+from worker.device.prepare import Prepared, prepare
 from worker.device.runner import DeviceRunner
 from worker.device.trial import DenseAttention
 from worker.grammar import Grammars

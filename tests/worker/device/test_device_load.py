@@ -20,11 +20,13 @@ from shared.lifecycle import StartupError
 from shared.messages import Sampling
 from worker import attention, experts
 from worker.config import WorkerConfig
-from worker.device import load
+from worker.device import load, provision
 from worker.device.decoder import FusedDecoder
-from worker.device.load import InvariantLinear, Room, check_options, device_runner, load_on, prepare, random_model
+from worker.device.load import check_options, load_on, random_model
 from worker.device.memory import GIB
 from worker.device.model import ModuleModel
+from worker.device.prepare import InvariantLinear, prepare
+from worker.device.provision import Room, device_runner
 from worker.device.trial import DenseAttention
 from worker.grammar import Grammars
 from worker.model import load_model
@@ -130,7 +132,7 @@ def test_batch_invariance_is_kept_or_refused(tiny_model: MakeModel, monkeypatch:
     with pytest.raises(StartupError, match="can't be served with --batch-invariant: it has a mixture of experts"):
         prepared("qwen3_moe")
 
-    monkeypatch.setattr(load, "rows_keep_their_bits", lambda passes: False)
+    monkeypatch.setattr(provision, "rows_keep_their_bits", lambda passes: False)
     room = Room(step_tokens=64, num_blocks=40)
     given = (RehearsalPort(), FakeMemory(), room, "m", Grammars(lambda: None))  # type: ignore[arg-type,return-value]
     with pytest.raises(StartupError, match="batch-invariant: a row's bits depend on the rows beside it here"):

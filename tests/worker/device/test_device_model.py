@@ -13,8 +13,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from worker import attention, experts
-from worker.device.load import InvariantLinear, prepare
 from worker.device.model import ANY_NUMBER, ModuleModel, freeze_rotations, replace_linears, waits
+from worker.device.prepare import InvariantLinear, prepare
 from worker.device.trial import DenseAttention
 from worker.experts import STATIC_TOKENS, is_experts, one_by_one, through_all
 from worker.model import read_config, read_weights

@@ -18,7 +18,7 @@ from shaped_rows import CPU, VOCABULARY, check_shapes, params_of, random_shape, 
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shared.messages import Sampling
-from worker.device import load
+from worker.device import provision
 from worker.device.sampling import (
     DeviceSampler,
     Pending,
@@ -260,7 +260,7 @@ def test_at_start_tokens_are_chosen_from_logits_of_every_type_that_steps_have(mo
 
     sampler = DeviceSampler(CPU, upload)
     monkeypatch.setattr(sampler, "sample", note)
-    load._sampling(sampler, CPU)(random_logits(3, 200).bfloat16())
+    provision._sampling(sampler, CPU)(random_logits(3, 200).bfloat16())
     assert types == [torch.bfloat16, torch.float32], "as the model says them, and wider once a row is shaped"
 
 
