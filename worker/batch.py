@@ -54,6 +54,7 @@ class Slot:
     computed: int  # leading tokens whose KV is in the pages
     num_pages: int
     cached: int  # prompt tokens that the prefix cache held when it joined; -1: it joined with generated tokens
+    adapter: str = ""  # the LoRA adapter that it runs with; empty: none
     ended: str = ""  # an EndReason once it has ended
     pending: int = 0  # tokens that steps in flight sample for it, after ``tokens``: their values are not here yet
     traced: bool = False  # whoever caused it wants spans
@@ -315,6 +316,7 @@ class Batch:
             computed=start.computed,
             num_pages=0,
             cached=start.computed if parent is None else parent.cached,
+            adapter=start.adapter,
         )
         if slot.generated:
             slot.cached = -1

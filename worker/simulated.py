@@ -4,7 +4,8 @@ It computes no language, but it does keep a KV cache: the entry of each position
 of the token there, read and written through the block tables. So its tokens are right only if every plan was: a page
 given to two sequences, a wrong table or a lost chunk changes what comes out. Tokens are a function of the tokens
 before them, the seed, the choice and the position, whatever the batching. Log-probabilities are made up the same way;
-penalties and biases change nothing, and a grammar is refused: there is no tokenizer that knows its tokens.
+a LoRA adapter is its name, penalties and biases change nothing, and a grammar is refused: there is no tokenizer that
+knows its tokens.
 """
 
 from __future__ import annotations
@@ -67,10 +68,20 @@ def score(state: int, token: int) -> float:
     return -(_mix(state ^ token) % 1000) / 100
 
 
-def expected_tokens(prompt: list[int], seed: int, count: int, vocab_size: int, choice: int = 0) -> list[int]:
-    """What the simulated worker generates for a prompt: the oracle of the tests."""
+def first_state(adapter: str) -> int:
+    """What stands before the first position: a LoRA adapter changes every entry."""
     state = 0
     for token in prompt:
+    for byte in adapter.encode():
+        state = chain(state, byte)
+    return state
+
+
+def expected_tokens(
+    prompt: list[int], seed: int, count: int, vocab_size: int, choice: int = 0, adapter: str = ""
+) -> list[int]:
+    """What the simulated worker generates for a prompt: the oracle of the tests."""
+    state = first_state(adapter)
         state = chain(state, token)
     tokens: list[int] = []
     for position in range(len(prompt), len(prompt) + count):
@@ -164,7 +175,7 @@ class SimulatedRunner:
     def _write(self, batch: Batch, slot: Slot, start: int, count: int) -> int:
         size = batch.block_size
         table = batch.tables[slot.index]
-        state = 0
+        state = first_state(slot.adapter)
         if start:
             state = int(self._kv[table[(start - 1) // size], (start - 1) % size])
         for position in range(start, start + count):

@@ -33,6 +33,7 @@ def judge(
     submit: Submit, capacities: Sequence[Capacity] | None, num_waiting: int, limits: Limits, waiting_tokens: int = 0
 ) -> tuple[Outcome, str, list[int]]:
     """(outcome, reason, prompt tokens). ``capacities`` are those of the model's live workers; None: no such model.
+    Those without the request's adapter are none.
 
     ``num_waiting`` sequences wait, with ``waiting_tokens`` prompt tokens and max_tokens. All choices of a request find
     room in the queue, or none; what exceeds the bound on tokens by itself may wait if nothing else does. A request
@@ -42,6 +43,11 @@ def judge(
         return Outcome.UNKNOWN_MODEL, f"no worker has served the model {submit.model!r}", []
     if not capacities:
         return Outcome.NO_WORKER, f"no live worker serves the model {submit.model!r}", []
+    if submit.adapter:
+        capacities = [capacity for capacity in capacities if submit.adapter in capacity.adapters]
+        if not capacities:
+            reason = f"no live worker of the model {submit.model!r} has the adapter {submit.adapter!r}"
+            return Outcome.UNKNOWN_MODEL, reason, []
     try:
         tokens = unpack_tokens(submit.prompt)
         resumed = [unpack_tokens(packed) for packed in submit.resumed]

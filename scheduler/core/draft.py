@@ -81,6 +81,7 @@ class PlanDraft:
                 prompt_index=submit.prompt_index,
                 traceparent=submit.traceparent,
                 computed=sequence.scheduled,
+                adapter=submit.adapter,
             )
         )
 
@@ -96,6 +97,7 @@ class PlanDraft:
             SlotStart(
                 child.slot, submit.request_id, submit.attempt, child.choice, submit.gateway, b"", child.prompt_len, [],
                 submit.sampling, submit.prompt_index, submit.traceparent, child.scheduled, parent.slot,
+                submit.adapter,
             )
         )  # fmt: skip
         self._forked.append((child.slot, child))

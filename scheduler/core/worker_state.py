@@ -17,7 +17,7 @@ from shared.page_hash import extend_chain, root_hash
 _USUAL_PROMPT = 512
 
 MOST_SALTS = 10_000
-"""Cache salts whose roots are remembered; they are recomputed when asked for again."""
+"""Cache salts (by adapter) whose roots are remembered; they are recomputed when asked for again."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -107,7 +107,7 @@ class WorkerState:
     prefilling: list[Sequence] = field(default_factory=list)  # with prompt tokens that the last plan left over
     prompts_left: int = 0  # how many tokens those are
     expected_growth: int = 0  # blocks that what runs is expected to grow by, as of the last look at the queue
-    _roots: dict[str, bytes] = field(default_factory=dict)  # cache salt -> root of its hash chains
+    _roots: dict[tuple[str, str], bytes] = field(default_factory=dict)  # (salt, adapter) -> root of their hash chains
     _free_host: list[int] | None = None
     _free_slots: list[int] = field(default_factory=list)
     _slots_made: int = 0
@@ -229,19 +229,19 @@ class WorkerState:
         # Never the whole sequence: its last token is computed again, to have logits to sample from.
         return self._chain(sequence, (len(sequence.tokens) - 1) // self.capacity.block_size)
 
-    def root_of(self, salt: str) -> bytes:
-        """Where the hash chains of sequences with this cache salt begin."""
-        root = self._roots.get(salt)
+    def root_of(self, salt: str, adapter: str = "") -> bytes:
+        """Where the hash chains of sequences with this cache salt and LoRA adapter begin."""
+        root = self._roots.get((salt, adapter))
         if root is None:
             if len(self._roots) >= MOST_SALTS:
                 self._roots.clear()
             capacity = self.capacity
             stored = f"{capacity.dtype}{capacity.kv_dtype and ':'}{capacity.kv_dtype}/{capacity.block_size}"
-            root = self._roots[salt] = root_hash(capacity.model, stored, salt)
+            root = self._roots[salt, adapter] = root_hash(capacity.model, stored, salt, adapter)
         return root
 
     def _chain(self, sequence: Sequence, blocks: int) -> list[bytes]:
-        root = self.root_of(sequence.submit.cache_salt)
+        root = self.root_of(sequence.submit.cache_salt, sequence.submit.adapter)
         if sequence.chain_root != root:
             sequence.chain_root = root
             sequence.chain = []
@@ -249,7 +249,10 @@ class WorkerState:
         return sequence.chain if len(sequence.chain) == blocks else sequence.chain[:blocks]
 
     def can_hold(self, sequence: Sequence) -> bool:
-        """True if the sequence's worst case fits this worker when it is empty (workers of a model may differ)."""
+        """True if the sequence's worst case fits this worker when it is empty (workers of a model may differ), and the
+        worker has its adapter."""
+        if sequence.submit.adapter and sequence.submit.adapter not in self.capacity.adapters:
+            return False
         total = sequence.worst_case_tokens + 1
         blocks = pages_for(sequence.worst_case_tokens, self.capacity.block_size)
         blocks *= max(1, sequence.submit.sampling.beam_width)  # a search goes on only with all of its beams

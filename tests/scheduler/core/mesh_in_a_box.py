@@ -7,6 +7,7 @@ are executed late (up to the run-ahead depth), as on the bus.
 from __future__ import annotations
 
 from collections import deque
+from typing import Any
 
 import msgspec
 
@@ -30,14 +31,14 @@ from shared.messages import (
     unpack_tokens,
 )
 from worker.batch import Batch
-from worker.simulated import SimulatedRunner, StepTime, chain, continuations, expected_tokens
+from worker.simulated import SimulatedRunner, StepTime, chain, continuations, expected_tokens, first_state
 
 VOCAB = 997
 EOS = 5
 MS = 1_000_000
 
 
-def capacity(num_blocks: int = 64, block_size: int = 4, max_model_len: int = 128, **more: int) -> Capacity:
+def capacity(num_blocks: int = 64, block_size: int = 4, max_model_len: int = 128, **more: Any) -> Capacity:
     return Capacity("m", max_model_len, block_size, num_blocks, VOCAB, [EOS], **more)
 
 
@@ -47,6 +48,7 @@ def request(
     resumed: list[bytes] | None = None, prompt: list[int] | None = None, salt: str = "", tenant: str = "",
     beams: int = 0,
     length_penalty: float = 1.0,
+    adapter: str = "",
 ) -> Submit:  # fmt: skip
     return Submit(
         request_id=request_id,
@@ -63,6 +65,7 @@ def request(
         resumed=resumed or [],
         cache_salt=salt,
         tenant=tenant,
+        adapter=adapter,
     )
 
 
@@ -79,7 +82,7 @@ def searched(submit: Submit) -> list[Hypothesis]:
     while not search.done:
         seen = []
         for beam in beams:
-            state = 0
+            state = first_state(submit.adapter)
             for token in prompt + beam:
                 state = chain(state, token)
             seen.append(continuations(state, candidates_wanted(sampling, [EOS]), VOCAB))
@@ -88,7 +91,7 @@ def searched(submit: Submit) -> list[Hypothesis]:
 
 
 class Box:
-    def __init__(self, limits: Limits | None = None, policy: str = "continuous", workers: int = 1, **cap: int) -> None:
+    def __init__(self, limits: Limits | None = None, policy: str = "continuous", workers: int = 1, **cap: Any) -> None:
         # Without foresight, so that tests of preemption see some.
         self.limits = limits or Limits(
             max_num_seqs=4, max_num_batched_tokens=16, prefill_chunk_limit=8, growth_aware_admission=False
@@ -244,7 +247,9 @@ class Box:
         for (request_id, choice), reason in self.ends.items():
             submit = self.submits[request_id]
             prompt = unpack_tokens(submit.prompt)
-            want = expected_tokens(prompt, submit.sampling.seed, submit.sampling.max_tokens, VOCAB, choice)
+            want = expected_tokens(
+                prompt, submit.sampling.seed, submit.sampling.max_tokens, VOCAB, choice, submit.adapter
+            )
             if not submit.sampling.ignore_eos and EOS in want:
                 want = want[: want.index(EOS) + 1]
                 assert reason == "stop"

@@ -163,6 +163,7 @@ def drive(setup: dict[str, object], ops: list[object]) -> LossyBox:
         num_blocks=setup["pool_tokens"] // setup["block_size"], max_model_len=64,  # type: ignore[operator]
         block_size=setup["block_size"],  # type: ignore[arg-type]
         host_blocks=setup["host_blocks"],  # type: ignore[arg-type]
+        adapters=["x", "y"],
     )  # fmt: skip
     count = 0
     for op in ops:
@@ -173,7 +174,7 @@ def drive(setup: dict[str, object], ops: list[object]) -> LossyBox:
                     f"r{count}", op.prompt_len, op.max_tokens, seed=count, n=op.n, arrival_ns=count,
                     ignore_eos=op.ignore_eos, priority=op.priority, salt="s" if op.salted else "",
                     prompt=[(op.family * 100 + i * 7) % VOCAB for i in range(op.prompt_len)], tenant=op.tenant,
-                    beams=op.beams,
+                    beams=op.beams, adapter=("", "", "x", "y")[op.prompt_len % 4],
                 ),
                 box.now + op.deadline_ms * MS if op.deadline_ms else 0,
             )  # fmt: skip
