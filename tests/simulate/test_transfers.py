@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.simulate.transfers import Link, Network
+from headrace.simulate.step_time import LinearStepTime
+from headrace.simulate.transfers import SCHEME, Fetches, Link, Network
+from headrace.simulate.worker import Population, SimulatedWorker
+from shared.messages import Capacity, Fetch, Fetched, StepPlan
 
-Fetch = tuple[str, str, float, int]  # source, target, bytes, when it is asked for
+Flow = tuple[str, str, float, int]  # source, target, bytes, when it is asked for
 
 LINK = Link(1e9, latency_ns=1000)  # a byte a nanosecond
 
 
-def ends(fetches: list[Fetch], link: Link = LINK) -> list[int]:
+def ends(fetches: list[Flow], link: Link = LINK) -> list[int]:
     """When each is over."""
     network = Network(link)
     over = [0] * len(fetches)
@@ -73,7 +78,7 @@ def test_a_fetch_of_nothing_takes_the_latency() -> None:
         min_size=1, max_size=12,
     )
 )  # fmt: skip
-def test_each_ends_once_no_earlier_than_alone_and_no_later_than_one_after_the_other(fetches: list[Fetch]) -> None:
+def test_each_ends_once_no_earlier_than_alone_and_no_later_than_one_after_the_other(fetches: list[Flow]) -> None:
     over = ends(fetches)
     last = max(at for *_, at in fetches) + LINK.latency_ns + sum(size for _, _, size, _ in fetches) + len(fetches)
     for (_, _, size, at), end in zip(fetches, over, strict=True):
@@ -81,6 +86,59 @@ def test_each_ends_once_no_earlier_than_alone_and_no_later_than_one_after_the_ot
 
 
 def test_twice_the_width_takes_half_the_time() -> None:
-    fetches: list[Fetch] = [("a", "b", 10_000, 0), ("a", "c", 6000, 0)]
+    fetches: list[Flow] = [("a", "b", 10_000, 0), ("a", "c", 6000, 0)]
     narrow, wide = (ends(fetches, Link(width, latency_ns=0)) for width in (1e9, 2e9))
     assert [2 * at for at in wide] == pytest.approx(narrow, abs=2)
+
+
+# --- what plans ask for ---------------------------------------------------------------------------------------------
+
+
+class Clock:
+    """Calls at their times, in order."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[int, int, Callable[[int], None]]] = []
+
+    def at(self, when: int, call: Callable[[int], None]) -> None:
+        self.calls.append((when, len(self.calls), call))
+
+    def run(self) -> None:
+        while self.calls:
+            self.calls.sort(key=lambda one: one[:2])
+            when, _, call = self.calls.pop(0)
+            call(when)
+
+
+def asked(number: int, pages: int, source: str = "a") -> Fetch:
+    return Fetch(number, source, 1, [f"{SCHEME}://{source}"], [(page, page) for page in range(1, pages + 1)], 0)
+
+
+def test_a_plans_fetches_are_answered_with_their_bytes_and_times() -> None:
+    clock, answers = Clock(), list[Fetched]()
+    fetches = Fetches(LINK, clock.at, answers.append)
+    capacity = Capacity("m", 400, 16, 50, 997, [], kv_bytes_per_token=100)
+    target = SimulatedWorker("b", capacity, LinearStepTime(1e6, 0), Population([]), incarnation=7)
+    fetches.begin(target, StepPlan(3, "b", 7, 1, fetches=[asked(1, 2), asked(2, 4, "c")]), 500)
+    clock.run()
+    first = 2 * 2 * 16 * 100  # the two share b's link
+    assert answers == [
+        Fetched(3, "b", 7, 1, "", 3200, (1000 + first) // 1000, SCHEME),
+        Fetched(3, "b", 7, 2, "", 6400, (1000 + first + 3200) // 1000, SCHEME),
+    ]
+    assert (fetches.count, fetches.bytes) == (2, 9600)
+
+
+def test_one_that_a_plan_drops_is_answered_as_failed_and_one_that_is_over_no_more() -> None:
+    clock, answers = Clock(), list[Fetched]()
+    fetches = Fetches(LINK, clock.at, answers.append)
+    capacity = Capacity("m", 400, 16, 50, 997, [], kv_bytes_per_token=100)
+    target = SimulatedWorker("b", capacity, LinearStepTime(1e6, 0), Population([]))
+    fetches.begin(target, StepPlan(3, "b", 1, 1, fetches=[asked(1, 2)]), 0)
+    fetches.begin(target, StepPlan(3, "b", 1, 2, drop_fetches=[1], fetches=[asked(2, 2)]), 2000)
+    assert [(one.fetch, one.bytes) for one in answers] == [(1, 0)] and answers[0].reason
+    clock.run()
+    assert [(one.fetch, one.reason, one.us) for one in answers[1:]] == [(2, "", (1000 + 3200) // 1000)]
+    fetches.begin(target, StepPlan(3, "b", 1, 3, drop_fetches=[1, 2]), 9000)
+    clock.run()
+    assert len(answers) == 2
