@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from scheduler.core.limits import PLACEMENTS, Limits
+from scheduler.core.pools import SHORTER
 from scheduler.policies.batching import BATCHING_POLICIES
 from scheduler.policies.scaling import ScalingPolicy
 from shared.config import MeshConfig, at_least, between, option
@@ -25,6 +26,20 @@ class SchedulerConfig(MeshConfig):
         "least-loaded and round-robin are baselines",
         choices=PLACEMENTS,
     )  # fmt: skip
+    pools: str = option(
+        "",
+        "pools of workers (--pool of a worker) by prompt tokens, both ends included: NAME:LOW-HIGH, comma-separated, "
+        "e.g. chat:-4096,long:4097-; a pool without a range is for requests that ask for it",
+    )
+    pool_overflow: str = option(
+        "",
+        "FROM>TO, comma-separated: whose requests go where if a pool has no worker that can hold them, e.g. chat>long",
+    )
+    pool_lend: str = option(
+        SHORTER,
+        "LENDER>TO, comma-separated: whose requests the idle workers of a pool take while those of their own pool have "
+        "no room; shorter: of every pool with a range those of shorter prompts; empty: nobody's",
+    )
     max_num_seqs: int = option(64, "most sequences in one worker's batch", check=at_least(1))
     max_num_batched_tokens: int = option(1024, "token budget of one iteration", check=at_least(1))
     enable_chunked_prefill: bool = option(True, "split long prompts over iterations")
@@ -69,11 +84,13 @@ class SchedulerConfig(MeshConfig):
     prefill_chunk_limit: int = option(512, "most prompt tokens of one sequence in one iteration", check=at_least(1))
     max_num_queued_reqs: int = option(
         1024,
-        "most waiting sequences; more are refused with 429, or 400 if one request alone has more",
+        "most waiting sequences of one queue (each pool of a model has one); more are refused with 429, or 400 if one "
+        "request alone has more",
         check=at_least(1),
     )
     max_num_queued_tokens: int = option(
-        0, "most waiting tokens, prompts and max_tokens together; more are refused with 429; 0: no bound",
+        0,
+        "most waiting tokens of one queue, prompts and max_tokens together; more are refused with 429; 0: no bound",
         check=at_least(0),
     )  # fmt: skip
     admission_watermark: float = option(
@@ -102,7 +119,7 @@ class SchedulerConfig(MeshConfig):
         "it grows without end",
     )
     scale_min_workers: int = option(
-        1, "least that headrace_desired_workers asks for, of each model; 0: none when nothing comes", check=at_least(0)
+        1, "least that headrace_desired_workers asks for, of each pool; 0: none when nothing comes", check=at_least(0)
     )
     scale_max_workers: int = option(16, "most that it asks for", check=at_least(1))
     scale_target_wait_s: float = option(
@@ -129,6 +146,9 @@ class SchedulerConfig(MeshConfig):
             prefill_chunk_limit=self.prefill_chunk_limit,
             run_ahead=self.run_ahead,
             placement=self.placement,
+            pools=self.pools,
+            pool_overflow=self.pool_overflow,
+            pool_lend=self.pool_lend,
             enable_prefix_caching=self.enable_prefix_caching,
             growth_aware_admission=self.growth_aware_admission,
             length_quantile=self.length_quantile,

@@ -65,7 +65,7 @@ def look(service: SchedulerService, taken: int) -> Look:
         "num_waiting": core.num_waiting,
         "num_preempted": core.num_preempted,
         "workers": [_worker(worker) for worker in workers],
-        "queues": [_queue(model, queue, workers, now) for model, queue in core.queues.items()],
+        "queues": [_queue(queue, workers, now) for queue in core.queues.values()],
         "running": [_row(one, now) for one in rows],
     }
     return Look(now, recorder.num_settled, steps, list(recorder.first_tokens), recorder.requests(), state)
@@ -77,6 +77,7 @@ def _worker(worker: WorkerState) -> dict[str, Any]:
     return {
         "name": worker.name,
         "model": worker.capacity.model,
+        "pool": worker.serves.pool,
         "device": worker.capacity.device,
         "draining": worker.draining,
         "running": len(worker.running),
@@ -95,18 +96,19 @@ def _worker(worker: WorkerState) -> dict[str, Any]:
     }
 
 
-def _queue(model: str, queue: WaitingQueue, workers: Sequence[WorkerState], now: int) -> dict[str, Any]:
+def _queue(queue: WaitingQueue, workers: Sequence[WorkerState], now: int) -> dict[str, Any]:
     lines = heapq.nlargest(MOST_LINES, queue.lines(), key=lambda line: (-line[0], line[2]))
     head = queue.head(now)
     told = None
     if head is not None:
-        lack, by = _lack(head, [one.lack for one in workers if one.capacity.model == model])
+        lack, by = _lack(head, [one.lack for one in workers if one.serves == queue.key])
         told = {
             "request": head.request_id, "waited_ms": (now - head.submitted_ns) / 1e6, "lack": LACKS.get(lack, lack),
             "by": by, "bypasses": head.bypasses, "prompt": head.prompt_len,
         }  # fmt: skip
     return {
-        "model": model,
+        "model": queue.key.model,
+        "pool": queue.key.pool,
         "waiting": len(queue),
         "tokens": queue.tokens,
         "head": told,

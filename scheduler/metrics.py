@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from observability.lean_metrics import LeanHistogram
+from scheduler.core.pools import QueueKey
+from scheduler.core.worker_state import WorkerState
 from shared.messages import Outcome
 
 _PLAN_BUCKETS = (0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05)
@@ -18,6 +22,8 @@ NEW, PREFILL, RECOMPUTE, PADDING = "new", "prefill", "recompute", "padding"
 
 MODEL = ("model_name",)
 """vLLM's label: its dashboards select by it."""
+
+POOL = (*MODEL, "pool")
 
 
 class ModelMetrics:
@@ -35,6 +41,21 @@ class ModelMetrics:
         self.decode_seconds: Histogram = metrics.decode_seconds.labels(model)
 
 
+class PoolMetrics:
+    """Those of one pool of a model, looked up once."""
+
+    def __init__(self, metrics: SchedulerMetrics, key: QueueKey) -> None:
+        self._workers: Gauge = metrics.pool_workers.labels(*key)
+        self._running: Gauge = metrics.pool_running.labels(*key)
+        self._waiting: Gauge = metrics.pool_waiting.labels(*key)
+
+    def observe(self, waiting: int, workers: Sequence[WorkerState]) -> None:
+        """``waiting`` sequences, and all that run on its workers, whichever pool's requests they are."""
+        self._workers.set(len(workers))
+        self._running.set(sum(len(worker.running) for worker in workers))
+        self._waiting.set(waiting)
+
+
 class SchedulerMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         def gauge(name: str, text: str, unit: str = "", labels: tuple[str, ...] = ()) -> Gauge:
@@ -50,6 +71,7 @@ class SchedulerMetrics:
             return LeanHistogram(registry, name, text, None, buckets)
 
         self._models: dict[str, ModelMetrics] = {}
+        self._pools: dict[QueueKey, PoolMetrics] = {}
         # --- load ---------------------------------------------------------------------------------------------------
         self.running = gauge("vllm:num_requests_running", "Sequences in a worker's batch", labels=MODEL)
         self.waiting = gauge("vllm:num_requests_waiting", "Sequences that wait for admission", labels=MODEL)
@@ -62,14 +84,19 @@ class SchedulerMetrics:
             "headrace_worst_head_wait_seconds", "Longest that a head of the queue has been blocked, ever", "seconds"
         )
         self.workers = gauge("headrace_workers", "Ready workers")
+        self.pool_workers = gauge("headrace_pool_workers", "Ready workers of the pool", labels=POOL)
+        self.pool_running = gauge("headrace_pool_requests_running", "Sequences in the pool's batches", labels=POOL)
+        self.pool_waiting = gauge(
+            "headrace_pool_requests_waiting", "Sequences that wait for the pool's workers", labels=POOL
+        )
         self.desired_workers = gauge(
-            "headrace_desired_workers", "Ready workers that the model should have, for an autoscaler", labels=MODEL
+            "headrace_desired_workers", "Ready workers that the pool should have, for an autoscaler", labels=POOL
         )
         self.desired_workers_reason = gauge(
             "headrace_desired_workers_reason",
             "Why that is more than there are (queue, memory, forecast), fewer (idle) or as many as there are or were "
             "(steady): 1 for the one that holds, 0 for the others",
-            labels=(*MODEL, "reason"),
+            labels=(*POOL, "reason"),
         )  # fmt: skip
         self.leading = gauge("headrace_scheduler_leading", "1 if this scheduler leads its mesh, 0 if it stands by")
         self.epoch = gauge("headrace_scheduler_epoch", "Epoch in which this scheduler leads, or last led; 0: none")
@@ -154,6 +181,15 @@ class SchedulerMetrics:
         for model in self._models.values():
             for gauge in (model.running, model.waiting, model.kv_usage):
                 gauge.set(0)
+        for pool in self._pools.values():
+            pool.observe(0, ())
+
+    def of_pool(self, key: QueueKey) -> PoolMetrics:
+        """Those of a pool of a model."""
+        found = self._pools.get(key)
+        if found is None:
+            found = self._pools[key] = PoolMetrics(self, key)
+        return found
 
     def of(self, model: str) -> ModelMetrics:
         """Those of a model; they are at 0 from the first look on."""

@@ -6,25 +6,27 @@ import asyncio
 import time
 from collections.abc import Callable
 
+from scheduler.core.pools import QueueKey
 from shared.messages import SchedulerBeat
 
 BEAT_S = 0.25  # between beats that tell something new
 REST_BEAT_S = 1.0  # between beats that do not
-FLIP_BEAT_S = 0.02  # least time from any beat to one that tells that the queue is full, or no longer
+FLIP_BEAT_S = 0.02  # least time from any beat to one that tells that a queue is full, or no longer
 
 
 class Presence:
     """``state`` is what a beat would say now, ``send`` sends it, if this scheduler may."""
 
     def __init__(
-        self, state: Callable[[], SchedulerBeat], queue_full: Callable[[], bool], send: Callable[[SchedulerBeat], None]
-    ) -> None:
+        self, state: Callable[[], SchedulerBeat], full_queues: Callable[[], frozenset[QueueKey]],
+        send: Callable[[SchedulerBeat], None],
+    ) -> None:  # fmt: skip
         self._state = state
-        self._queue_full = queue_full
+        self._full_queues = full_queues
         self._send = send
         self._told: SchedulerBeat | None = None  # the last beat
         self._told_s = -1e9  # when, monotonic s
-        self._told_full = False
+        self._told_full: frozenset[QueueKey] = frozenset()
         self._flip_timer: asyncio.TimerHandle | None = None
         self._silent = True
 
@@ -38,7 +40,7 @@ class Presence:
             return
         self._told = self._state()
         self._told_s = time.monotonic()
-        self._told_full = self._queue_full()
+        self._told_full = self._full_queues()
         self._send(self._told)
 
     async def run(self) -> None:
@@ -48,8 +50,8 @@ class Presence:
             await asyncio.sleep(BEAT_S)
 
     def tell_if_full(self) -> None:
-        """Tell gateways at once that the queue has become full, or no longer is: they refuse by what they were told."""
-        if self._queue_full() == self._told_full or self._flip_timer is not None or self._silent:
+        """Tell gateways at once that a queue has become full, or no longer is: they refuse by what they were told."""
+        if self._full_queues() == self._told_full or self._flip_timer is not None or self._silent:
             return
         wait_s = self._told_s + FLIP_BEAT_S - time.monotonic()
         if wait_s <= 0:

@@ -22,7 +22,16 @@ from scheduler.core.sequence import Sequence
 from scheduler.metrics import NEW, PADDING, PREFILL, RECOMPUTE, SchedulerMetrics
 from scheduler.spans import spans_of
 from shared.flight_record import ChoiceTrace
-from shared.messages import EndReason, ModelInfo, RequestEvent, SchedulerBeat, TokenBatch, TokenEntry, encode
+from shared.messages import (
+    EndReason,
+    ModelInfo,
+    PoolInfo,
+    RequestEvent,
+    SchedulerBeat,
+    TokenBatch,
+    TokenEntry,
+    encode,
+)
 from shared.subjects import Subjects
 
 log = logging.getLogger("headrace.scheduler")
@@ -131,10 +140,7 @@ class Reporter:
             )  # fmt: skip
 
     def beat(self, scheduler: str, draining: bool) -> SchedulerBeat:
-        """The scheduler's presence: epoch, models with their limits and queues, load.
-
-        The bounds of the queue are over all models: each is told what the others leave to it.
-        """
+        """The scheduler's presence: epoch, models with their limits and queues, load."""
         core = self._core
         models: dict[str, ModelInfo] = {}
         for worker in core.workers.values():
@@ -148,20 +154,10 @@ class Reporter:
                 min(capacity.vocab_size, known.vocab_size if known else capacity.vocab_size),
                 (known.workers if known else 0) + (not worker.draining),
                 grammars=capacity.grammars and (known is None or known.grammars),
+                adapters=_united(known.adapters if known else [], [] if worker.draining else capacity.adapters),
             )
         for name, info in models.items():
-            queue = core.queue_of(name)
-            room = core.limits.max_num_queued_reqs - core.num_waiting
-            room_tokens = core.limits.max_num_queued_tokens - core.waiting_tokens
-            models[name] = msgspec.structs.replace(
-                info,
-                waiting=queue.waiting,
-                waiting_tokens=queue.tokens,
-                max_waiting=max(1, queue.waiting + room),
-                queue_size=core.limits.max_num_queued_reqs,
-                max_waiting_tokens=max(1, queue.tokens + room_tokens) if core.limits.max_num_queued_tokens else 0,
-                service_rate=round(queue.service_rate, 3),
-            )
+            models[name] = _with_queues(info, core)
         pools = [worker.pool for worker in core.workers.values()]
         return SchedulerBeat(
             scheduler=scheduler,
@@ -177,10 +173,12 @@ class Reporter:
     def observe(self) -> None:
         """Bring gauges and counters up to date."""
         core, metrics = self._core, self._metrics
-        models = core.queues  # of every model that has ever had a worker
-        for model in models:
-            waiting = core.num_waiting if len(models) == 1 else core.queue_of(model).waiting  # (counts, one by one)
-            self._observe_model(model, waiting)
+        waiting = Counter[str]()  # of every model that has ever had a worker
+        for key, queue in core.queues.items():
+            waiting[key.model] += queue.waiting
+            metrics.of_pool(key).observe(queue.waiting, core.workers_of(*key))
+        for model, count in waiting.items():
+            self._observe_model(model, count)
         metrics.preempted.set(core.num_preempted)
         metrics.swapped.set(core.num_swapped)
         oldest = core.oldest_waiting_ns
@@ -222,3 +220,34 @@ class Reporter:
         self._looked_up[model] = now
         metrics.prefix_queries.inc(now[0] - before[0])
         metrics.prefix_hits.inc(now[1] - before[1])
+
+
+def _with_queues(info: ModelInfo, core: SchedulerCore) -> ModelInfo:
+    """With the state of its queues. All together are full when each is: whose turn it is a gateway need not know."""
+    most, most_tokens = core.limits.max_num_queued_reqs, core.limits.max_num_queued_tokens
+    pools: list[PoolInfo] = []
+    for key in core.queues:
+        if key.model == info.name:
+            queue = core.queue_of(*key)
+            workers = sum(not worker.draining for worker in core.workers_of(*key))
+            rate = round(queue.service_rate, 3)
+            pools.append(PoolInfo(key.pool, workers, queue.waiting, queue.tokens, most, most_tokens, rate))
+    serving = [pool for pool in pools if pool.workers] or pools
+    waiting, tokens = sum(pool.waiting for pool in pools), sum(pool.waiting_tokens for pool in pools)
+    room = max(most - pool.waiting for pool in serving)
+    room_tokens = max(most_tokens - pool.waiting_tokens for pool in serving)
+    return msgspec.structs.replace(
+        info,
+        waiting=waiting,
+        waiting_tokens=tokens,
+        max_waiting=max(1, waiting + room),
+        queue_size=most,
+        max_waiting_tokens=max(1, tokens + room_tokens) if most_tokens else 0,
+        service_rate=sum(pool.service_rate for pool in pools),
+        pools=pools,
+    )
+
+
+def _united(some: list[str], more: list[str]) -> list[str]:
+    """Both in order, each name once. The same list where there is nothing to add: beats are many."""
+    return sorted({*some, *more}) if more else some

@@ -1,9 +1,10 @@
-"""The autoscaling signal of a leader: what a model's load is told to ``scheduler/policies/scaling.py``, and its answer
-to the metrics."""
+"""The autoscaling signal of a leader: ``scheduler/policies/scaling.py`` is told the load of each pool, and what it
+answers goes to the metrics."""
 
 from __future__ import annotations
 
 from scheduler.core.core import SchedulerCore
+from scheduler.core.pools import QueueKey
 from scheduler.metrics import SchedulerMetrics
 from scheduler.policies.scaling import Load, ScalingPolicy, ScalingState, Why, advance
 
@@ -21,7 +22,7 @@ class Autoscaling:
         self._core = core
         self._metrics = metrics
         self._policy = policy
-        self._states: dict[str, ScalingState] = {}
+        self._states: dict[QueueKey, ScalingState] = {}
         self._began_s: float | None = None
         self._looked_s = 0.0
 
@@ -31,22 +32,22 @@ class Autoscaling:
         elif now_s - self._looked_s < LOOK_S:
             return
         self._looked_s = now_s
-        for model in self._core.queues:
-            self._states[model], scaling = advance(self._policy, self._states.get(model), self._load(model), now_s)
+        for key in self._core.queues:
+            self._states[key], scaling = advance(self._policy, self._states.get(key), self._load(key), now_s)
             if now_s - self._began_s >= SILENT_S:
-                self._metrics.desired_workers.labels(model).set(scaling.desired)
+                self._metrics.desired_workers.labels(*key).set(scaling.desired)
                 for why in Why:
-                    self._metrics.desired_workers_reason.labels(model, why.value).set(why is scaling.why)
+                    self._metrics.desired_workers_reason.labels(*key, why.value).set(why is scaling.why)
 
-    def _load(self, model: str) -> Load:
+    def _load(self, key: QueueKey) -> Load:
         core = self._core
-        queue = core.queue_of(model)
-        workers = [one for one in core.workers.values() if one.capacity.model == model and not one.draining]
+        queue = core.queue_of(*key)
+        workers = [one for one in core.workers_of(*key) if not one.draining]
         return Load(
             workers=len(workers),
             waiting=queue.waiting,
             waiting_tokens=queue.tokens,
-            left_tokens=core.queues[model].left_tokens,
+            left_tokens=core.queues[key].left_tokens,
             running=sum(len(worker.running) for worker in workers),
             slots=sum(core.limits.batch_slots(worker.capacity) for worker in workers),
             used_blocks=sum(worker.pool.num_used for worker in workers),

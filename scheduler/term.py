@@ -67,7 +67,7 @@ class Term:
         self._plans = PlanSender(
             core, means.config.run_ahead, means.subjects, means.post_step, means.metrics, self._planned, means.leads
         )
-        self.presence = Presence(self._state, lambda: core.queue_full, self._send_beat)
+        self.presence = Presence(self._state, lambda: core.full_queues, self._send_beat)
         self._greeted = asyncio.Event()
         context = LeadContext(means, core, self._plans, self._carry_out, self._beat, spawn)
         self._workers = Workers(context)

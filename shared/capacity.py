@@ -37,6 +37,18 @@ class Capacity(Message, frozen=True):
     adapters: list[str] = []  # LoRA adapters that it can run, by name
 
 
+class PoolInfo(Message, frozen=True):
+    """One pool of a model's workers, with its queue. Figures as in :class:`ModelInfo`."""
+
+    name: str
+    workers: int
+    waiting: int = 0
+    waiting_tokens: int = 0
+    max_waiting: int = 0
+    max_waiting_tokens: int = 0
+    service_rate: float = 0.0
+
+
 class ModelInfo(Message, frozen=True):
     name: str
     max_model_len: int  # clamped to the KV pool
@@ -49,3 +61,5 @@ class ModelInfo(Message, frozen=True):
     service_rate: float = 0.0  # sequences that left the queue per second, of late; 0: none yet
     queue_size: int = 0  # sequences that the queue holds when it is empty: no request may have more; 0: not told
     grammars: bool = True  # whether every worker takes them
+    adapters: list[str] = []  # LoRA adapters of which some ready worker can run each, by name
+    pools: list[PoolInfo] = []  # that have ever had a worker; what is said of the queue above is of all together

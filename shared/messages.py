@@ -19,6 +19,7 @@ import msgspec
 
 from shared.capacity import Capacity as Capacity
 from shared.capacity import ModelInfo as ModelInfo
+from shared.capacity import PoolInfo as PoolInfo
 from shared.capacity import Role as Role
 from shared.fetching import Fetch as Fetch
 from shared.fetching import Fetched as Fetched

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import islice
 
-from scheduler.core.admissible import judge, unfinished
+from scheduler.core.admissible import unfinished
 from scheduler.core.admission import Admission
 from scheduler.core.beams import BeamSearch
 from scheduler.core.blocks import BlockPool
@@ -20,8 +20,10 @@ from scheduler.core.limits import Limits
 from scheduler.core.losses import LosingState, speaks
 from scheduler.core.placement import Placing
 from scheduler.core.planner import ContinuousPlanner
+from scheduler.core.pools import QueueKey
+from scheduler.core.routing import live_capacities, route
 from scheduler.core.sequence import BeamGroup, Sequence, Status
-from scheduler.core.state import ModelState, RequestState
+from scheduler.core.state import QueueState, RequestState
 from scheduler.core.waiting import WaitingQueue
 from scheduler.core.worker_state import PlanInFlight, WorkerState
 from scheduler.policies.batching import BatchView
@@ -75,13 +77,15 @@ class SchedulerCore(LosingState):
         """
         events = self.worker_lost(name, "its worker restarted", now) if name in self.workers else []
         caching = self.limits.enable_prefix_caching and not self.policy.holds_batch
-        self.workers[name] = WorkerState(
+        worker = self.workers[name] = WorkerState(
             name, incarnation, capacity, BlockPool(capacity.num_blocks), next_step=first_step, prefix_caching=caching
         )
         if caching:
-            self.workers[name].pool.adopt(cached)
-        if capacity.model not in self._models:
-            self._models[capacity.model] = ModelState(WaitingQueue(self.fairness, self.limits.priority_aging_ns))
+            worker.pool.adopt(cached)
+        key = worker.serves
+        if key not in self._queues:
+            self._queues[key] = QueueState(WaitingQueue(key, self.fairness, self.limits.priority_aging_ns))
+        self._queues[key].workers[name] = worker
         return events
 
     def submit(self, submit: Submit, now: int) -> SubmitReply:
@@ -93,40 +97,35 @@ class SchedulerCore(LosingState):
         known = self._requests.get(submit.request_id)
         if known is not None and submit.attempt <= known.attempt:
             return SubmitReply(Outcome.DUPLICATE, self.epoch)
-        capacities = None
-        if submit.model in self._models or not self._models:  # a leader that has met nobody yet knows no model
-            capacities = [
-                w.capacity for w in self.workers.values() if w.capacity.model == submit.model and not w.draining
-            ]
-        outcome, reason, tokens = judge(submit, capacities, self.num_waiting, self.limits, self.waiting_tokens)
+        routed = route(submit, self._queues, self._rules, self.limits)
+        outcome, reason, state, tokens = routed.outcome, routed.reason, routed.queue, routed.tokens
         if outcome is Outcome.ACCEPTED and submit.sampling.beam_width and self.policy.holds_batch:
             outcome, reason = Outcome.INVALID, f"no beam search with the policy {self.policy.name}"
-        if outcome is Outcome.ACCEPTED and deadline and submit.attempt == 1:  # later ones have been promised it
-            needs = self._queued_ns(submit) + self._predicted_ns(submit.model, len(tokens), 0, submit)
+        if state is not None and outcome is Outcome.ACCEPTED and deadline and submit.attempt == 1:
+            # (later attempts have been promised it)
+            needs = _queued_ns(submit, state) + self._predicted_ns(state, len(tokens), 0, submit)
             left_ms = (deadline - now - needs) // 1_000_000
             if left_ms < 0:
                 outcome, reason = Outcome.DEADLINE, f"the request is predicted to miss its deadline by {-left_ms} ms"
-        if outcome is not Outcome.ACCEPTED:
-            return SubmitReply(outcome, self.epoch, reason, retry_after_ms=self._retry_after_ms(outcome, submit))
+        if state is None or outcome is not Outcome.ACCEPTED:
+            return SubmitReply(outcome, self.epoch, reason, retry_after_ms=_retry_after_ms(outcome, submit, state))
         if known is not None:
             self.cancel(submit.request_id, known.attempt, -1, now)
-        assert capacities is not None
-        queue = self._models[submit.model].queue
+        queue, eos = state.queue, live_capacities(state)[0].eos_token_ids
         sequences: list[Sequence] = []
         for choice in range(1 if submit.sampling.beam_width else submit.n):
             if choice in submit.done_choices:
                 continue
             resumed = unpack_tokens(submit.resumed[choice]) if choice < len(submit.resumed) else []
-            resumed = unfinished(resumed, submit.sampling, capacities[0].eos_token_ids)
+            resumed = unfinished(resumed, submit.sampling, eos)
             seniority = (submit.priority, submit.arrival_ns, submit.request_id, choice)
-            sequence = Sequence(submit, choice, tokens + resumed, len(tokens), seniority, now, deadline=deadline)
+            sequence = Sequence(submit, choice, tokens + resumed, len(tokens), seniority, now, queue, deadline=deadline)
             sequence.number = self._created + len(sequences)
             sequence.rank = rank_of(sequence.number)
             sequence.began = sequence.charged = len(resumed)  # charged by whoever ran it before
             sequences.append(sequence)
         request = self._requests[submit.request_id] = RequestState(submit.attempt, sequences, len(sequences))
         if submit.sampling.beam_width:
-            eos = capacities[0].eos_token_ids
             sequences[0].group = BeamGroup(BeamSearch(submit.sampling, eos), list(sequences))
             request.searches = True
         self.counters.submitted += 1
@@ -190,7 +189,7 @@ class SchedulerCore(LosingState):
             self._end_trial(worker)
         if any(plan.trial != worker.trial for plan in worker.in_flight):
             return None, events  # suspects run with nobody beside them, nor before or after them
-        queue = self._models[worker.capacity.model].queue
+        queue = self._queues[worker.serves].queue
         admit = len(queue) > 0 and self.policy.admits(self._view(worker, queue, now))
         if not (worker.has_work or admit):
             return None, events
@@ -199,7 +198,7 @@ class SchedulerCore(LosingState):
             if self.policy.holds_batch:
                 draft = self._held.draft(worker, queue, admit, now)
             else:
-                draft = self._continuous.draft(worker, queue, admit, self._placing(worker, len(queue)), now, events)
+                draft = self._continuous.draft(worker, queue, admit, self._placing(queue.key), now, events)
             if not draft.empty:
                 return draft.finish(self.epoch, now), events
             if worker.in_flight or not worker.trial:
@@ -234,7 +233,7 @@ class SchedulerCore(LosingState):
         self.counters.new_tokens += new_tokens
         if plan.trial:
             self._clear_suspects(worker)
-        worker.backlog = bool(worker.running or worker.preempted or self._models[worker.capacity.model].queue)
+        worker.backlog = bool(worker.running or worker.preempted or self._queues[worker.serves].queue)
         events.append(Applied(worker.name, plan.step, new_tokens, plan.prefill_tokens, plan.padding_tokens, now))
         return events
 
@@ -248,21 +247,21 @@ class SchedulerCore(LosingState):
         if self._suspects:
             self._suspects.expire(horizon, {request_id for request_id, req in self._requests.items() if req.live})
         events = self._drop_late(now)
-        for name, model in self._models.items():
-            model.rate.observe(model.queue.left, len(model.queue) > 0, now)
-            if not model.worker_lost_ns or now - model.worker_lost_ns <= self.limits.no_worker_grace_ns:
+        for state in self._queues.values():
+            state.rate.observe(state.queue.left, len(state.queue) > 0, now)
+            if not state.worker_lost_ns or now - state.worker_lost_ns <= self.limits.no_worker_grace_ns:
                 continue
-            model.worker_lost_ns = 0
-            live = [worker for worker in self.workers.values() if worker.capacity.model == name]
-            for head in [head for head in model.queue if not any(worker.can_hold(head) for worker in live)]:
-                model.queue.remove(head)
+            state.worker_lost_ns = 0
+            live = state.workers.values()
+            for head in [head for head in state.queue if not any(worker.can_hold(head) for worker in live)]:
+                state.queue.remove(head)
                 for sequence in (head, *head.children):
                     self._end(sequence, EndReason.FAILED.value, now)
                     self.counters.failed += 1
                     events.append(Failed(sequence, "lost", "no worker that can hold it is left", now))
                 head.children = []
             if not live:
-                model.worker_lost_ns = now  # whatever is still submitted by mistake waits no longer than this again
+                state.worker_lost_ns = now  # whatever is still submitted by mistake waits no longer than this again
         return events
 
     def whom_to_ask(self, names: Iterable[str], now: int) -> list[str]:
@@ -272,14 +271,15 @@ class SchedulerCore(LosingState):
         """
         first: dict[str, None] = {}
         idle: set[str] = set()  # what would be asked in vain
-        for name, model in self._models.items():
-            workers = [worker for worker in self.workers.values() if worker.capacity.model == name]
-            if len(workers) < 2 or not model.queue or self.policy.holds_batch:
+        for key, state in self._queues.items():
+            queue = state.queue
+            if len(state.workers) < 2 or not queue or self.policy.holds_batch:
                 continue
-            window = list(islice(model.queue.order(now), self.limits.backfill_window + 1))
-            placed, others = self._placing(workers[0], len(model.queue)).first_asked(window, now)
+            window = list(islice(queue.order(now), self.limits.backfill_window + 1))
+            placed, others = self._placing(key).first_asked(window, now)
             first.update(dict.fromkeys(placed))
-            if not (others or self._suspects or len(window) < len(model.queue)):
+            if not (others or self._suspects or len(window) < len(queue)):
+                workers = state.workers.values()
                 idle.update(worker.name for worker in workers if not (worker.has_work or worker.in_flight))
         names = list(names)
         known = set(names)
@@ -289,7 +289,7 @@ class SchedulerCore(LosingState):
     def wake_at(self, worker_name: str, now: int) -> int | None:
         """When ``plan`` should be asked again although no input comes (the dynamic policy's window), or None."""
         worker = self.workers[worker_name]
-        head = self._models[worker.capacity.model].queue.head(now)
+        head = self._queues[worker.serves].queue.head(now)
         if not self.policy.window_ns or head is None or worker.running or worker.held:
             return None
         return max(now, head.submitted_ns + self.policy.window_ns)
@@ -300,10 +300,9 @@ class SchedulerCore(LosingState):
         slots = self.limits.batch_slots(worker.capacity)
         return BatchView(len(worker.running) + len(worker.held), len(queue), waited, slots)
 
-    def _placing(self, worker: WorkerState, waiting: int) -> Placing:
-        model = worker.capacity.model
-        workers = [other for other in self.workers.values() if other.capacity.model == model]
-        return Placing(self.limits, self.lengths, workers, waiting)
+    def _placing(self, key: QueueKey) -> Placing:
+        state = self._queues[key]
+        return Placing(self.limits, self.lengths, state.workers.values(), len(state.queue))
 
     def _take_tokens(
         self, worker: WorkerState, plan: PlanInFlight, result: StepResult, now: int, events: list[CoreEvent]
@@ -356,7 +355,8 @@ class SchedulerCore(LosingState):
             submit = sequence.submit
             needs = 0
             if all(beam.status is not Status.RUNNING for beam in beams):
-                needs = self._predicted_ns(submit.model, len(sequence.tokens), sequence.generated, submit)
+                state = self._queues[sequence.home.key]
+                needs = self._predicted_ns(state, len(sequence.tokens), sequence.generated, submit)
             if now + needs > sequence.deadline:
                 for beam in beams:
                     self._leave(beam)
@@ -365,34 +365,18 @@ class SchedulerCore(LosingState):
                 events.append(Failed(sequence, "dropped", "the request can no longer make its deadline", now))
         return events
 
-    def _retry_after_ms(self, outcome: Outcome, submit: Submit) -> int:
-        if outcome is Outcome.NO_WORKER:
-            return 1000
-        if outcome is not Outcome.QUEUE_FULL:
-            return 0
-        rate = self._models[submit.model].rate.per_s
-        return 1000 * retry_after_s(self.queue_of(submit.model).waiting, rate, submit.request_id)
-
-    def _queued_ns(self, submit: Submit) -> int:
-        """How long a newcomer is expected to wait at the least; 0 as long as no service was measured."""
-        model = self._models[submit.model]
-        if submit.attempt > 1 or not model.rate.per_s:  # a resumed one takes the place of its first arrival
-            return 0
-        return int(1e9 * model.queue.surely_ahead(submit.priority, submit.tenant) / model.rate.per_s)
-
-    def _predicted_ns(self, model: str, tokens: int, generated: int, submit: Submit) -> int:
+    def _predicted_ns(self, state: QueueState, tokens: int, generated: int, submit: Submit) -> int:
         """How long a sequence is expected to take from admission to its end, on the quickest worker.
 
         0 as long as no step was measured: nobody is refused on a guess.
         """
         left = self.lengths.left_at(0.5, generated, submit.sampling.max_tokens - generated)
         quickest = 0.0
-        for worker in self.workers.values():
-            if worker.capacity.model == model:
-                step_us = worker.predictor.decode_us(max(1, len(worker.running)))
-                chunks = -(-tokens // self.limits.prefill_chunk_limit)
-                needs = worker.predictor.prompt_us(tokens) + step_us * (chunks + max(0, left - 1))
-                quickest = needs if not quickest else min(quickest, needs)
+        for worker in state.workers.values():
+            step_us = worker.predictor.decode_us(max(1, len(worker.running)))
+            chunks = -(-tokens // self.limits.prefill_chunk_limit)
+            needs = worker.predictor.prompt_us(tokens) + step_us * (chunks + max(0, left - 1))
+            quickest = needs if not quickest else min(quickest, needs)
         return int(quickest * 1000)
 
     def _enqueue(self, sequences: list[Sequence], queue: WaitingQueue) -> None:
@@ -403,6 +387,21 @@ class SchedulerCore(LosingState):
             sequences = sequences[:1]
         for sequence in sequences:
             queue.push(sequence)
+
+
+def _retry_after_ms(outcome: Outcome, submit: Submit, state: QueueState | None) -> int:
+    if outcome is Outcome.NO_WORKER:
+        return 1000
+    if outcome is not Outcome.QUEUE_FULL or state is None:
+        return 0
+    return 1000 * retry_after_s(state.queue.waiting, state.rate.per_s, submit.request_id)
+
+
+def _queued_ns(submit: Submit, state: QueueState) -> int:
+    """How long a newcomer is expected to wait at the least; 0 as long as no service was measured."""
+    if submit.attempt > 1 or not state.rate.per_s:  # a resumed one takes the place of its first arrival
+        return 0
+    return int(1e9 * state.queue.surely_ahead(submit.priority, submit.tenant) / state.rate.per_s)
 
 
 def _settled(beam: Sequence) -> bool:

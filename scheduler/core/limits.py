@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from scheduler.core.pools import SHORTER, PoolRules
 from shared.messages import Capacity
 
 _AT_LEAST_ONE = frozenset(
@@ -37,8 +38,11 @@ class Limits:
     swap: bool = True  # where a worker sets host memory aside: move a victim's blocks there if that is cheaper
     run_ahead: int = 2  # plans in flight per worker
     placement: str = "prefix"  # which worker takes a sequence that several could take: one of PLACEMENTS
-    max_num_queued_reqs: int = 1024  # waiting sequences
-    max_num_queued_tokens: int = 0  # prompt and max_tokens that wait, unless nothing else does; 0: no bound
+    pools: str = ""  # of workers, by prompt lengths, as PoolRules reads them; those without a range need not be named
+    pool_overflow: str = ""  # whose requests go where if a pool has no worker that can hold them
+    pool_lend: str = SHORTER  # whose requests the idle workers of a pool take
+    max_num_queued_reqs: int = 1024  # waiting sequences of one queue
+    max_num_queued_tokens: int = 0  # prompt and max_tokens that wait in it, unless nothing else does; 0: no bound
     admission_watermark: float = 0.02  # share of the pool kept free at admissions, never against the only sequence
     max_plan_start_bytes: int = 512 * 1024  # of prompts and grammars that join in one plan: it stays under max_payload
     tombstone_ns: int = 60_000_000_000  # how long a cancel that overtook its submit, or a finished id, is remembered
@@ -57,6 +61,7 @@ class Limits:
                 raise ValueError(f"{name} ({value}) is at least {least}")
             if name in _SHARES and value > 1:
                 raise ValueError(f"{name} ({value}) is a share, at most 1")
+        PoolRules.parse(self.pools, self.pool_overflow, self.pool_lend)
         if not 0 < self.length_quantile < 1:
             raise ValueError(f"length_quantile ({self.length_quantile}) is above 0 and below 1")
         if self.max_num_batched_tokens < self.max_num_seqs:

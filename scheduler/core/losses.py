@@ -38,7 +38,9 @@ class LosingState(SearchingState):
                 sequence.children = []
         if convicted:
             events += self._fail_rest(convicted, _verdict(reason), now)
-        self._models[worker.capacity.model].worker_lost_ns = max(1, now)
+        state = self._queues[worker.serves]
+        del state.workers[name]
+        state.worker_lost_ns = max(1, now)
         return events
 
     def worker_draining(self, name: str) -> None:
@@ -51,14 +53,11 @@ class LosingState(SearchingState):
         worker = self.workers.get(name)
         if worker is None or not worker.draining:
             return []
-        others = [
-            other for other in self.workers.values()
-            if other.capacity.model == worker.capacity.model and not other.draining
-        ]  # fmt: skip
         events: list[CoreEvent] = []
         for sequence in list(worker.sequences()):
             live = sequence.status not in (Status.ENDED, Status.HELD)
-            if not live or not any(other.can_hold(sequence) for other in others):
+            others = self._queues[sequence.home.key].workers.values()
+            if not live or not any(not other.draining and other.can_hold(sequence) for other in others):
                 continue
             for moved in (*sequence.children, sequence):  # children first: else one of them would be its heir
                 self._leave(moved)
@@ -98,7 +97,7 @@ class LosingState(SearchingState):
 
     def _has_members(self, worker: WorkerState) -> bool:
         """True if somebody of the group that the worker tries is there or waits."""
-        queue = self._models[worker.capacity.model].queue
+        queue = self._queues[worker.serves].queue
         group_of = self._suspects.group_of
         return any(group_of(one) == worker.trial for some in (worker.running, worker.preempted, queue) for one in some)
 

@@ -74,7 +74,7 @@ class ContinuousPlanner:
                 (decodes if sequence.remaining == 1 else prefills).append(sequence)
         draft.decode_all(decodes)
         for sequence in [sequence for sequence in decodes if sequence.children]:
-            self._fork_if_done(worker, sequence, queue, draft, now)
+            self._fork_if_done(worker, sequence, draft, now)
         prefills.sort(key=lambda sequence: sequence.seniority)
         budget = step_tokens - len(decodes)
         needs = [sequence.remaining for sequence in prefills]
@@ -99,7 +99,7 @@ class ContinuousPlanner:
         for sequence, grant in zip(prefills, grants, strict=True):
             if grant:
                 draft.chunk(sequence, grant)
-                self._fork_if_done(worker, sequence, queue, draft, now)
+                self._fork_if_done(worker, sequence, draft, now)
         worker.prefilling = [one for one, grant, need in zip(prefills, grants, needs, strict=True) if grant < need]
         worker.prompts_left = sum(needs) - sum(grants)
         return draft
@@ -126,11 +126,9 @@ class ContinuousPlanner:
         target_us = stretch * limits.target_itl_ns / 1000
         return worker.predictor.prefill_within(target_us, decodes, budget, limits.min_prefill_tokens, pairs)
 
-    def _fork_if_done(
-        self, worker: WorkerState, sequence: Sequence, queue: WaitingQueue, draft: PlanDraft, now: int
-    ) -> None:
+    def _fork_if_done(self, worker: WorkerState, sequence: Sequence, draft: PlanDraft, now: int) -> None:
         if sequence.children and sequence.scheduled == len(sequence.tokens):
-            self._fork(worker, sequence, queue, draft, now)
+            self._fork(worker, sequence, draft, now)
 
     def _grow(
         self, worker: WorkerState, decodes: list[Sequence], prefills: list[Sequence], draft: PlanDraft, now: int,
@@ -321,7 +319,7 @@ class ContinuousPlanner:
         sequence.slot = worker.take_slot()
         worker.running.add(sequence)
 
-    def _fork(self, worker: WorkerState, parent: Sequence, queue: WaitingQueue, draft: PlanDraft, now: int) -> None:
+    def _fork(self, worker: WorkerState, parent: Sequence, draft: PlanDraft, now: int) -> None:
         """The parent's prompt ends in this plan: its other choices join it, sharing every page.
 
         Each will need a block of its own at its next token. Those for which there is no slot, block or room in the
@@ -341,7 +339,7 @@ class ContinuousPlanner:
                 self._enter(worker, child)
                 draft.fork(parent, child)
             else:
-                queue.push(child)
+                child.home.push(child)
         parent.children = []
 
 

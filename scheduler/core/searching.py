@@ -57,7 +57,7 @@ class SearchingState(CoreState):
         submit = parent.submit
         child = Sequence(
             submit, choice, list(parent.tokens), parent.prompt_len, (*parent.seniority[:3], choice),
-            parent.submitted_ns, worker=worker.name, admitted_ns=now, first_token_ns=now,
+            parent.submitted_ns, parent.home, worker=worker.name, admitted_ns=now, first_token_ns=now,
             deadline=parent.deadline, group=group, rank=parent.rank, charged=parent.generated,
         )  # fmt: skip
         self._created += 1

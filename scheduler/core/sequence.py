@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
+from typing import TYPE_CHECKING
 
 from scheduler.core.beams import BeamSearch
 from shared.messages import Submit
+
+if TYPE_CHECKING:
+    from scheduler.core.waiting import WaitingQueue
 
 
 class Status(Enum):
@@ -64,6 +68,7 @@ class Sequence:
     prompt_len: int  # of the original prompt: resumed tokens are not part of it
     seniority: Seniority
     submitted_ns: int
+    home: WaitingQueue  # the queue that it waits in, and belongs to wherever it runs
     number: int = 0  # among all that were submitted
     rank: float = 0.5  # its place in (0, 1) among all: which quantile of lengths is expected of it
     status: Status = Status.WAITING
@@ -95,6 +100,9 @@ class Sequence:
     children: list[Sequence] = field(default_factory=list)  # choices that fork from it once its prompt is computed
     end_reason: str = ""
     causes: list[tuple[int, str, str]] = field(default_factory=list)  # (since ns, Lack, request in the way), as changed
+
+    def __post_init__(self) -> None:
+        self.home.waiting += 1
 
     def waits_for(self, lack: Lack, by: str, now: int) -> None:
         """Note why it waits, if that has changed."""
@@ -136,6 +144,7 @@ class Sequence:
     def become(self, status: Status) -> None:
         if status not in _NEXT[self.status]:
             raise AssertionError(f"{self.request_id}/{self.choice}: {self.status.value} -> {status.value}")
+        self.home.waiting += (status is Status.WAITING) - (self.status is Status.WAITING)
         self.status = status
 
 

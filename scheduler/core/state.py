@@ -8,12 +8,14 @@ from scheduler.core.events import Counters
 from scheduler.core.fairness import VirtualTokenCounters
 from scheduler.core.lengths import OutputLengths
 from scheduler.core.limits import Limits
+from scheduler.core.pools import PoolRules, QueueKey
 from scheduler.core.sequence import Sequence, Status
 from scheduler.core.service_rate import ServiceRate
 from scheduler.core.suspects import Suspects
 from scheduler.core.waiting import WaitingQueue
 from scheduler.core.worker_state import WorkerState
 from scheduler.policies.batching import BATCHING_POLICIES
+from shared.pool_name import DEFAULT_POOL
 
 
 @dataclass(slots=True)
@@ -26,8 +28,11 @@ class RequestState:
 
 
 @dataclass(slots=True)
-class ModelState:
+class QueueState:
+    """The queue of one pool of a model that has ever had a worker, and the pool's workers."""
+
     queue: WaitingQueue
+    workers: dict[str, WorkerState] = field(default_factory=dict)
     rate: ServiceRate = field(default_factory=ServiceRate)
     worker_lost_ns: int = 0  # when it last lost a worker; 0: since then everything that waits was seen to fit another
 
@@ -48,12 +53,12 @@ class CoreState:
         self.epoch = epoch
         self.counters = Counters()
         self.workers: dict[str, WorkerState] = {}
-        self._models: dict[str, ModelState] = {}
+        self._rules = PoolRules.parse(limits.pools, limits.pool_overflow, limits.pool_lend)
+        self._queues: dict[QueueKey, QueueState] = {}
         self._requests: dict[str, RequestState] = {}
         self._tombstones: dict[tuple[str, int], int] = {}  # (request, attempt) cancelled before its submit -> when
         self._created = 0  # sequences
         self._deadlines: dict[int, Sequence] = {}  # live sequences with a deadline, in order of submit
-        self._ended_waiting = 0  # of those, ended without having been admitted
         self.lengths = OutputLengths(limits.length_quantile)
         self.fairness = VirtualTokenCounters()
         self._suspects = Suspects()
@@ -61,39 +66,42 @@ class CoreState:
     @property
     def num_waiting(self) -> int:
         """Waiting sequences, with the choices that will fork from one that waits or is being prefilled."""
-        return self._created - self.counters.admitted - self._ended_waiting
+        return sum(state.queue.waiting for state in self._queues.values())
 
     @property
     def waiting_tokens(self) -> int:
         """Prompt tokens and max_tokens of what waits."""
-        return sum(model.queue.tokens for model in self._models.values())
+        return sum(state.queue.tokens for state in self._queues.values())
 
     @property
-    def queue_full(self) -> bool:
-        """Not one more sequence, or not one more token, is taken."""
-        limits = self.limits
-        return self.num_waiting >= limits.max_num_queued_reqs or (
-            0 < limits.max_num_queued_tokens <= self.waiting_tokens
+    def full_queues(self) -> frozenset[QueueKey]:
+        """Those that take not one more sequence, or not one more token."""
+        most, most_tokens = self.limits.max_num_queued_reqs, self.limits.max_num_queued_tokens
+        return frozenset(
+            key
+            for key, state in self._queues.items()
+            if state.queue.waiting >= most or 0 < most_tokens <= state.queue.tokens
         )
 
     @property
-    def queues(self) -> dict[str, WaitingQueue]:
-        """By model."""
-        return {name: model.queue for name, model in self._models.items()}
+    def queues(self) -> dict[QueueKey, WaitingQueue]:
+        """Of every pool of a model that has ever had a worker."""
+        return {key: state.queue for key, state in self._queues.items()}
 
-    def queue_of(self, model: str) -> QueueFigures:
-        """What waits for one model."""
-        state = self._models[model]
-        waiting = sum(1 + len(sequence.children) for sequence in state.queue)
-        for worker in self.workers.values():
-            if worker.capacity.model == model:
-                waiting += sum(len(sequence.children) for sequence in worker.sequences())
-        return QueueFigures(waiting, state.queue.tokens, state.rate.per_s)
+    def queue_of(self, model: str, pool: str = DEFAULT_POOL) -> QueueFigures:
+        """What waits for one pool of a model."""
+        state = self._queues[QueueKey(model, pool)]
+        return QueueFigures(state.queue.waiting, state.queue.tokens, state.rate.per_s)
+
+    def workers_of(self, model: str, pool: str = DEFAULT_POOL) -> list[WorkerState]:
+        """Those of one pool of a model."""
+        state = self._queues.get(QueueKey(model, pool))
+        return list(state.workers.values()) if state is not None else []
 
     @property
     def oldest_waiting_ns(self) -> int:
         """When the sequence that has waited longest was submitted; 0 if none waits."""
-        return min((model.queue.oldest_ns for model in self._models.values() if model.queue), default=0)
+        return min((state.queue.oldest_ns for state in self._queues.values() if state.queue), default=0)
 
     @property
     def num_running(self) -> int:
@@ -143,8 +151,11 @@ class CoreState:
         for request in self._requests.values():
             waiting += sum(s.status is Status.WAITING for s in request.sequences)
             assert request.live == sum(s.status not in (Status.ENDED, Status.HELD) for s in request.sequences)
-        for model in self._models.values():
-            assert all(sequence.status is Status.WAITING for sequence in model.queue)
+        for key, state in self._queues.items():
+            assert all(one.status is Status.WAITING and one.home is state.queue for one in state.queue)
+            assert state.queue.key == key
+            assert [*state.workers] == [name for name, one in self.workers.items() if one.serves == key]
+            assert all(self.workers[name] is one for name, one in state.workers.items())
         assert waiting == self.num_waiting
 
     def _settle_service(self) -> None:
@@ -196,7 +207,7 @@ class CoreState:
     def _leave(self, sequence: Sequence) -> None:
         """Take a live sequence out of wherever it is; a slot it has is dropped by the next plan."""
         self._unpin(sequence)
-        queue = self._models[sequence.submit.model].queue
+        queue = sequence.home
         if sequence.children:  # it has not forked yet: the next choice takes its place
             heir, *rest = sequence.children
             heir.children, sequence.children = rest, []
@@ -225,7 +236,6 @@ class CoreState:
             worker.release_host(sequence)
 
     def _end(self, sequence: Sequence, reason: str, now: int, status: Status = Status.ENDED) -> None:
-        self._ended_waiting += sequence.status is Status.WAITING
         sequence.become(status)
         sequence.end_reason = reason
         self._deadlines.pop(id(sequence), None)

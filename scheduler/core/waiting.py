@@ -1,5 +1,5 @@
-"""The waiting queue of one model: priority classes that age, fair between tenants inside a class, first in first out
-inside a tenant.
+"""The waiting queue of one pool of a model: priority classes that age, fair between tenants inside a class, first in
+first out inside a tenant.
 
 A sequence that once failed to fit in memory stays the head until it is admitted or leaves: fairness must not pick
 another head at every step, or nobody gathers bypasses (DESIGN 7).
@@ -12,6 +12,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator
 
 from scheduler.core.fairness import VirtualTokenCounters
+from scheduler.core.pools import QueueKey
 from scheduler.core.sequence import Seniority, Sequence
 
 
@@ -37,11 +38,13 @@ class _Fifo:
 class WaitingQueue:
     """``aging_ns``: waiting so long raises a sequence by one priority class; 0 turns aging off."""
 
-    def __init__(self, fairness: VirtualTokenCounters | None = None, aging_ns: int = 0) -> None:
+    def __init__(self, key: QueueKey, fairness: VirtualTokenCounters | None = None, aging_ns: int = 0) -> None:
+        self.key = key
         self._fairness = fairness or VirtualTokenCounters()
         self._aging_ns = aging_ns
         self._classes: dict[int, dict[str, _Fifo]] = {}
         self._length = 0
+        self.waiting = 0  # sequences, with the choices that will fork from one that waits or is being prefilled
         self.changes = 0  # how often anything came or left
         self.left = 0  # sequences that left, with the choices that fork from them
         self.tokens = 0  # prompts and max_tokens of all choices that wait

@@ -9,10 +9,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from scheduler.core.blocks import BlockPool
+from scheduler.core.pools import QueueKey
 from scheduler.core.sequence import Seniority, Sequence, pages_for
 from scheduler.core.step_time import PlannedWork, StepTimePredictor
 from shared.messages import Capacity
 from shared.page_hash import extend_chain, root_hash
+from shared.pool_name import DEFAULT_POOL
 
 _USUAL_PROMPT = 512
 
@@ -111,6 +113,11 @@ class WorkerState:
     _free_host: list[int] | None = None
     _free_slots: list[int] = field(default_factory=list)
     _slots_made: int = 0
+
+    @property
+    def serves(self) -> QueueKey:
+        """The queue of its pool."""
+        return QueueKey(self.capacity.model, self.capacity.pool or DEFAULT_POOL)
 
     def take_slot(self) -> int:
         """The lowest free slot: the worker's tables stay small."""

@@ -11,19 +11,22 @@ from prometheus_client import CollectorRegistry
 from scheduler.config import SchedulerConfig
 from scheduler.core.core import SchedulerCore
 from scheduler.core.limits import Limits
+from scheduler.core.pools import QueueKey
 from scheduler.metrics import SchedulerMetrics
 from scheduler.policies.scaling import ScalingPolicy, Why
 from scheduler.scaling import SILENT_S, Autoscaling
 from shared.messages import Capacity
+from shared.pool_name import DEFAULT_POOL
 
 
 def told(registry: CollectorRegistry, model: str) -> tuple[float | None, Sequence[str]]:
+    labels = {"model_name": model, "pool": DEFAULT_POOL}
     reasons = [
         why.value
         for why in Why
-        if registry.get_sample_value("headrace_desired_workers_reason", {"model_name": model, "reason": why.value})
+        if registry.get_sample_value("headrace_desired_workers_reason", {**labels, "reason": why.value})
     ]
-    return registry.get_sample_value("headrace_desired_workers", {"model_name": model}), reasons
+    return registry.get_sample_value("headrace_desired_workers", labels), reasons
 
 
 def ticks(scaling: Autoscaling, first_s: float, last_s: float) -> None:
@@ -57,7 +60,7 @@ def test_what_leaves_a_queue_is_counted_in_its_own_tokens() -> None:
     box = Box(Limits(max_num_seqs=2, max_num_batched_tokens=64))
     for index in range(3):
         box.submit(request(f"r{index}", prompt_len=20, max_tokens=10))
-    queue = box.core.queues["m"]
+    queue = box.core.queues["m", DEFAULT_POOL]
     assert (queue.tokens, queue.left_tokens) == (90, 0)
     box.step()
     assert (queue.tokens, queue.left_tokens) == (30, 60)
@@ -70,7 +73,7 @@ def test_a_worker_that_drains_is_none() -> None:
     for name in ("a", "b"):
         core.worker_up(name, 1, Capacity("m", 400, 16, 50, 997, []), 0)
     core.workers["a"].draining = True
-    load = Autoscaling(core, SchedulerMetrics(CollectorRegistry()), ScalingPolicy())._load("m")
+    load = Autoscaling(core, SchedulerMetrics(CollectorRegistry()), ScalingPolicy())._load(QueueKey("m", DEFAULT_POOL))
     assert (load.workers, load.slots, load.total_blocks) == (1, 1, 50)
 
 

@@ -96,7 +96,7 @@ class WatchedCore(SchedulerCore):
         return reply
 
     def plan(self, worker_name: str, now: int) -> tuple[StepPlan | None, list[CoreEvent]]:
-        queue = self._models[self.workers[worker_name].capacity.model].queue
+        queue = self.queues[self.workers[worker_name].serves]
         self._look(queue)
         plan, events = super().plan(worker_name, now)
         for start in plan.starts if plan is not None else []:

@@ -171,7 +171,7 @@ class Box:
             suspects = self.core._suspects
             waiting = [
                 sequence.request_id
-                for sequence in self.core._models["m"].queue
+                for sequence in self.core.queues[worker.serves]
                 if worker.can_hold(sequence)
                 and suspects.group_of(sequence) not in suspects.on_trial
                 and not self.left_to_another(sequence)

@@ -64,7 +64,7 @@ def test_a_tenant_that_floods_gets_its_share_and_no_more() -> None:
 
 
 def waiting(box: Box) -> list[str]:
-    return [sequence.request_id for model in box.core._models.values() for sequence in model.queue]
+    return [sequence.request_id for queue in box.core.queues.values() for sequence in queue]
 
 
 def test_weights_divide_the_service() -> None:

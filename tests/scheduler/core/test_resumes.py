@@ -11,6 +11,7 @@ from mesh_in_a_box import EOS, MS, VOCAB, Box, capacity, prompt_of, request
 from scheduler.core.events import Failed
 from scheduler.core.limits import Limits
 from shared.messages import Outcome, StepPlan, StepResult, Submit, pack_tokens
+from shared.pool_name import DEFAULT_POOL
 from worker.simulated import expected_tokens
 
 
@@ -46,7 +47,7 @@ def test_two_thousand_resumes_enter_a_queue_of_sixteen() -> None:
         reply = box.submit(again(request(f"r{index}", 3, 4, arrival_ns=index), []))
         assert reply.outcome is Outcome.ACCEPTED
     assert box.submit(request("new", arrival_ns=0)).outcome is Outcome.QUEUE_FULL
-    assert [one.request_id for one in box.core.queues["m"].order(0)][:3] == ["r0", "r1", "r2"]
+    assert [one.request_id for one in box.core.queues["m", DEFAULT_POOL].order(0)][:3] == ["r0", "r1", "r2"]
 
 
 def test_a_resume_is_not_measured_against_its_deadline_like_a_newcomer() -> None:

@@ -8,6 +8,7 @@ from mesh_in_a_box import Box, request
 from scheduler.core.limits import Limits
 from scheduler.core.service_rate import WINDOW_S, ServiceRate
 from shared.messages import Outcome
+from shared.pool_name import DEFAULT_POOL
 
 S = 1_000_000_000
 
@@ -47,11 +48,11 @@ def crowded(**limits: int) -> Box:
     box = Box(Limits(max_num_seqs=1, max_num_batched_tokens=16, **limits))
     for name in "abcdefghi":
         assert box.submit(request(name, prompt_len=4, max_tokens=8)).outcome is Outcome.ACCEPTED
-    model = box.core._models["m"]
-    queue = model.queue
-    model.rate = ServiceRate()
+    state = box.core._queues["m", DEFAULT_POOL]
+    queue = state.queue
+    state.rate = ServiceRate()
     for second in range(1, 4):
-        model.rate.observe(queue.left + second, True, second * S)
+        state.rate.observe(queue.left + second, True, second * S)
     return box
 
 
@@ -76,11 +77,11 @@ def test_the_wait_in_the_queue_counts_in_the_prediction_of_a_miss() -> None:
 def test_the_queue_is_bounded_by_tokens_too() -> None:
     box = Box(Limits(max_num_seqs=1, max_num_batched_tokens=16, max_num_queued_tokens=40))
     assert box.submit(request("a", prompt_len=30, max_tokens=30)).outcome is Outcome.ACCEPTED, "nothing waits"
-    assert box.core.waiting_tokens == 60 and box.core.queue_full
+    assert box.core.waiting_tokens == 60 and box.core.full_queues == {("m", DEFAULT_POOL)}
     refused = box.submit(request("b", prompt_len=1, max_tokens=1))
     assert refused.outcome is Outcome.QUEUE_FULL and "60 tokens" in refused.reason
     box.step()
-    assert box.core.waiting_tokens == 0 and not box.core.queue_full
+    assert box.core.waiting_tokens == 0 and not box.core.full_queues
     assert box.submit(request("c", prompt_len=10, max_tokens=10)).outcome is Outcome.ACCEPTED
     assert box.submit(request("d", prompt_len=3, max_tokens=6, n=3)).outcome is Outcome.QUEUE_FULL, "20 + 3 + 3 * 6"
     assert box.submit(request("e", prompt_len=2, max_tokens=6, n=3)).outcome is Outcome.ACCEPTED

@@ -14,6 +14,7 @@ from mesh_in_a_box import MS, VOCAB, Box, request
 from scheduler.core.limits import Limits
 from scheduler.core.sequence import Sequence
 from shared.messages import StepPlan
+from shared.pool_name import DEFAULT_POOL
 
 CHUNK = 8
 
@@ -43,7 +44,7 @@ class WatchedBox(Box):
         self.entered: set[tuple[str, int]] = set()
 
     def plan(self, worker: str = "w0") -> StepPlan | None:
-        state, queue = self.core.workers[worker], self.core._models["m"].queue
+        state, queue = self.core.workers[worker], self.core.queues["m", DEFAULT_POOL]
         before = {id(s): (s.scheduled, s.remaining) for s in state.running}
         end = self.last_sure_end()
         self._begin_reservation(queue.blocked)
@@ -77,7 +78,7 @@ class WatchedBox(Box):
 
     def _check_passes(self, plan: StepPlan, end: int, before: int) -> None:
         """Those that passed the head in this plan. ``before``: bypasses that it had, ``end``: the last sure one."""
-        state, head = self.core.workers["w0"], self.core._models["m"].queue.blocked
+        state, head = self.core.workers["w0"], self.core.queues["m", DEFAULT_POOL].blocked
         keys = [(start.request_id, start.choice) for start in plan.starts if start.parent < 0]
         fresh = [key for key in keys if key not in self.entered]
         self.entered.update((start.request_id, start.choice) for start in plan.starts)
