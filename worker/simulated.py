@@ -71,7 +71,6 @@ def score(state: int, token: int) -> float:
 def first_state(adapter: str) -> int:
     """What stands before the first position: a LoRA adapter changes every entry."""
     state = 0
-    for token in prompt:
     for byte in adapter.encode():
         state = chain(state, byte)
     return state
@@ -82,6 +81,7 @@ def expected_tokens(
 ) -> list[int]:
     """What the simulated worker generates for a prompt: the oracle of the tests."""
     state = first_state(adapter)
+    for token in prompt:
         state = chain(state, token)
     tokens: list[int] = []
     for position in range(len(prompt), len(prompt) + count):
