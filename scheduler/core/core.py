@@ -227,7 +227,7 @@ class SchedulerCore(LosingState):
             known = worker.swap_us_per_block
             worker.swap_us_per_block = per_block if not known else 0.8 * known + 0.2 * per_block
         if result.rows:
-            worker.predictor.observe(plan.work, result.forward_us - result.swap_us)
+            worker.observe(plan.work, result.forward_us - result.swap_us)
         events: list[CoreEvent] = []
         new_tokens = self._take_tokens(worker, plan, result, now, events)
         self.counters.new_tokens += new_tokens

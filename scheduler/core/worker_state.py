@@ -108,6 +108,7 @@ class WorkerState:
     full_look: tuple[int, int, int] | None = None  # (step, changes of the queue, releases) when admission left off
     prefilling: list[Sequence] = field(default_factory=list)  # with prompt tokens that the last plan left over
     prompts_left: int = 0  # how many tokens those are
+    prompts_us: float = 0.0  # that steps have taken because of prompts, since it came up
     expected_growth: int = 0  # blocks that what runs is expected to grow by, as of the last look at the queue
     _roots: dict[tuple[str, str], bytes] = field(default_factory=dict)  # (salt, adapter) -> root of their hash chains
     _free_host: list[int] | None = None
@@ -284,6 +285,13 @@ class WorkerState:
     def predicted_us(self) -> float:
         """How long the oldest plan in flight is expected to take; 0 if none is, or nothing was measured yet."""
         return self.predictor.predict_us(self.in_flight[0].work) if self.in_flight else 0.0
+
+    def observe(self, work: PlannedWork, took_us: float) -> None:
+        """A step is over: what it teaches of those to come, and how much of it was the prompts'."""
+        if work.prefill:
+            decodes_us = self.predictor.decode_us(work.decodes) if work.decodes else 0.0
+            self.prompts_us += max(0.0, took_us - decodes_us)
+        self.predictor.observe(work, took_us)
 
     def speed_us(self) -> tuple[float, float, float] | None:
         """What a prompt token, a step that only decodes and one more row in it take; None as long as either kind of
