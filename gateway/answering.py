@@ -9,148 +9,41 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from dataclasses import dataclass, field
 
 from opentelemetry.trace import SpanKind
 from starlette.types import Receive, Scope, Send
 
-from gateway.access import Access, access_of
+from gateway.access import access_of
 from gateway.body import ClientGone, check_media_type, parse_json, timely_body
 from gateway.choices import check_told, choice_text, prompt_report
-from gateway.config import GatewayConfig
 from gateway.deadline import deadline_ns
 from gateway.decoding import Decoding
-from gateway.dispatch import Dispatch
 from gateway.endpoints import Endpoint, Request, WriterContext
 from gateway.errors import ApiError, unavailable
 from gateway.flight import Flight
+from gateway.gateway import Gateway
 from gateway.idempotency import read_keyed
-from gateway.keys import Keyring
 from gateway.ledger import RequestRecord
-from gateway.mesh_view import PATIENCE_S
-from gateway.metrics import GatewayMetrics
+from gateway.models import Target
 from gateway.numbered_events import NumberedWriter
 from gateway.offering import Part
 from gateway.parameters import CompletionRequest
+from gateway.pool import pool_of
 from gateway.responses import header, id_header, request_id, send_error, send_whole
 from gateway.structured import check_served
-from gateway.tokenizer import PromptTokenizer
 from gateway.visit import Visit, record_answer, sampling_attributes
 from gateway.writers import StreamWriter, Writer
 from observability import conventions as names
 from observability.logs import about
-from observability.tracing import Tracing
 from shared.flight_record import AnswerTrace
 from shared.ids import new_request_id
-from shared.messages import ModelInfo, Outcome, Submit, pack_tokens
+from shared.messages import Outcome, Submit, pack_tokens
 
 log = logging.getLogger("headrace.gateway")
 
 BLOCKED_S = 0.02  # a client that takes so long to take a piece is slow
 MOST_BLOCKED = 64  # such times that are remembered of one answer
 CONCURRENT_OFFERS = 32  # submissions of one request that wait for their reply at once
-
-
-@dataclass(slots=True)
-class Gateway:
-    """What every request of this process shares."""
-
-    config: GatewayConfig
-    dispatch: Dispatch
-    tokenizer: PromptTokenizer
-    tracing: Tracing
-    metrics: GatewayMetrics
-    keys: Keyring = field(init=False)  # those that the configuration names
-    draining: bool = False
-    in_flight: int = 0
-    working: int = 0  # of those in flight, the ones whose last bytes have not been handed to their connection
-    idle: asyncio.Event = field(default_factory=asyncio.Event)  # set whenever nothing is in flight
-
-    def __post_init__(self) -> None:
-        self.keys = Keyring(self.config.api_keys, self.config.api_key)
-        self.idle.set()
-        self.metrics.ready.set_function(lambda: float(self.why_not_ready() is None))
-
-    @property
-    def model(self) -> str:
-        return self.config.model_name
-
-    def enter(self, access: Access) -> None:
-        """A request has come."""
-        self.in_flight += 1
-        self.working += 1
-        access.counted = True
-        self.idle.clear()
-        self.metrics.in_flight.inc()
-
-    def give_back(self, access: Access, used_tokens: int = 0) -> None:
-        """What limits the requests at once is free again: before the last bytes are handed to the connection, since
-        whoever has them may ask again at once. Idempotent.
-        """
-        if access.counted:
-            access.counted = False
-            self.working -= 1
-        access.leave(used_tokens)
-
-    def leave(self) -> None:
-        """A request has ended, whichever way, and given back what it had."""
-        self.in_flight -= 1
-        self.metrics.in_flight.dec()
-        if not self.in_flight:
-            self.idle.set()
-
-    def check_open(self) -> None:
-        """A 503 while the gateway drains, a 429 with too many requests in flight. The caller has entered."""
-        if self.draining:
-            raise unavailable("the gateway is draining", Outcome.DRAINING.value)
-        if self.working > self.config.max_concurrent_requests:
-            raise ApiError(
-                429, f"more than {self.config.max_concurrent_requests} requests at once (--max-concurrent-requests)",
-                "rate_limit_error", code="too_many_requests", retry_after_s=1.0, outcome=Outcome.QUEUE_FULL.value,
-            )  # fmt: skip
-
-    def why_not_ready(self) -> str | None:
-        if self.draining:
-            return "the gateway is draining"
-        return self.dispatch.mesh.why_not_ready(self.model, time.monotonic())
-
-    def check_room(self, sequences: int, tokens: int, key: str) -> None:
-        """A 429 if the queue, as last told, has no room for so many; nothing is left half admitted."""
-        self.dispatch.mesh.check_room(self.model, time.monotonic(), sequences, tokens, key)
-
-    def unknown_model(self, name: str) -> ApiError:
-        return ApiError(
-            404, f"the model {name[:256]!r} does not exist; {self.model!r} is served", param="model",
-            code="model_not_found", outcome=Outcome.UNKNOWN_MODEL.value,
-        )  # fmt: skip
-
-    def model_info(self, name: str) -> ModelInfo:
-        """The served model as the mesh describes it now; 404 for another name, 503 while it cannot be served."""
-        if name and name != self.model:
-            raise self.unknown_model(name)
-        reason = self.why_not_ready()
-        if reason is not None:
-            outcome = Outcome.DRAINING if self.draining else Outcome.NO_WORKER
-            raise unavailable(reason, outcome.value)
-        info = self.dispatch.mesh.model(self.model, time.monotonic())
-        assert info is not None
-        return info
-
-    async def settled_model_info(self, name: str) -> ModelInfo:
-        """As ``model_info``, but a mesh that was ready a moment ago is given a moment to be so again."""
-        mesh = self.dispatch.mesh
-        now_s = time.monotonic()
-        until_s = now_s + PATIENCE_S
-        while (
-            name in ("", self.model)
-            and not self.draining
-            and now_s < until_s
-            and mesh.lately_ready(self.model, now_s)
-            and mesh.why_not_ready(self.model, now_s) is not None
-        ):
-            await self.dispatch.next_beat(until_s - now_s)
-            now_s = time.monotonic()
-        return self.model_info(name)
 
 
 class AnswerApp:
@@ -182,9 +75,10 @@ class AnswerApp:
 
     def _visit(self, scope: Scope) -> Visit:
         arrival_ns = time.time_ns()
-        model = self._gateway.model
+        models = self._gateway.models
+        model = models.first.name if len(models) == 1 else ""  # which one of several shows in its body
         span = self._gateway.tracing.start(
-            f"{self._endpoint.operation} {model}",
+            f"{self._endpoint.operation} {model}".rstrip(),
             arrival_ns,
             header(scope, b"traceparent"),
             {
@@ -195,24 +89,25 @@ class AnswerApp:
             },
             SpanKind.SERVER,
         )
-        flight = Flight(time.monotonic(), self._gateway.metrics)
-        visit = Visit(request_id(scope), arrival_ns, flight, span, [id_header(scope)])
+        flight = Flight(time.monotonic(), models.first.metrics)
+        visit = Visit(request_id(scope), arrival_ns, flight, span, [id_header(scope)], model)
         visit.access = access_of(scope)
         return visit
 
     def _account(self, visit: Visit) -> None:
         metrics, flight = self._gateway.metrics, visit.flight
+        of_model = flight.metrics
         metrics.requests.labels(self._endpoint.name, visit.outcome).inc()
         duration_s = time.monotonic() - flight.arrival_s
         if visit.outcome == "finished":
-            metrics.e2e_latency.observe(duration_s)
-            metrics.request_generation_tokens.observe(flight.completion_tokens)
-            metrics.cached_prompt_tokens.inc(flight.cached_tokens)
+            of_model.e2e_latency.observe(duration_s)
+            of_model.request_generation_tokens.observe(flight.completion_tokens)
+            of_model.cached_prompt_tokens.inc(flight.cached_tokens)
         after_first = flight.completion_tokens - len(flight.choices)
         ttft_s = flight.first_token_s - flight.arrival_s if flight.first_token_s else 0.0
         spent_s = sum(choice.last_token_s - choice.first_token_s for choice in flight.choices)
         per_token_s = spent_s / after_first if after_first > 0 else 0.0
-        metrics.answered(self._endpoint.operation, visit.outcome, duration_s, ttft_s, per_token_s)
+        metrics.answered(self._endpoint.operation, visit.model, visit.outcome, duration_s, ttft_s, per_token_s)
         record_answer(self._gateway.tracing, visit, time.time_ns())
         log.info(
             "%s %s: %d prompt and %d answer tokens in %.3f s",
@@ -239,7 +134,7 @@ class AnswerApp:
         visit.read_ns = time.time_ns()
         if gateway.draining:
             raise unavailable("the gateway is draining", Outcome.DRAINING.value)
-        gateway.check_room(1, 0, visit.request_id)  # before anything costs: a refusal must be cheap
+        gateway.check_some_room(visit.request_id)  # before anything costs: a refusal must be cheap
         fields = parse_json(body)
         if visit.keyed is not None:
             visit.keyed.read(self._endpoint.name, body, fields)
@@ -247,9 +142,11 @@ class AnswerApp:
         if visit.keyed is not None:
             visit.keyed.check(request.delivery.stream, self._endpoint.event_ids)
         visit.deadline_ns = deadline_ns(visit.arrival_ns, request.delivery.timeout_s, scope)
-        model = await gateway.settled_model_info(request.model)
-        gateway.check_room(_num_sequences(request), 0, visit.request_id)
-        records = await self._open(request, model, visit)
+        visit.pool = pool_of(scope)
+        target = await gateway.target(request.model)
+        visit.aim(target, self._endpoint.operation)
+        gateway.check_room(target.served.name, _num_sequences(request), 0, visit.request_id)
+        records = await self._open(request, target, visit)
         visit.tokenised_ns = time.time_ns()
         try:
             async with asyncio.TaskGroup() as group:
@@ -257,13 +154,13 @@ class AnswerApp:
                 await self._offer(records, flight)
                 if flight.error is None and not flight.client_gone:
                     visit.accepted_ns = time.time_ns()
-                    gateway.metrics.prompt_tokens.inc(flight.prompt_tokens)
-                    gateway.metrics.request_prompt_tokens.observe(flight.prompt_tokens)
-                    tokenizer = gateway.tokenizer
+                    flight.metrics.prompt_tokens.inc(flight.prompt_tokens)
+                    flight.metrics.request_prompt_tokens.observe(flight.prompt_tokens)
+                    tokenizer = target.served.tokenizer
                     place = visit.place
                     created_s = visit.arrival_ns // 1_000_000_000 if place is None else place.created_s
                     context = WriterContext(
-                        flight, visit.answer_id, created_s, model.name, tokenizer.vocabulary, tokenizer.tools
+                        flight, visit.answer_id, created_s, target.name, tokenizer.vocabulary, tokenizer.tools
                     )
                     writer = self._endpoint.writer(request, context)
                     if request.delivery.stream:
@@ -275,20 +172,21 @@ class AnswerApp:
         finally:
             for record in records:
                 gateway.dispatch.release(record)
-                gateway.dispatch.tell(self._trace(visit, record.submit.request_id))
+                gateway.dispatch.tell(record, self._trace(visit, record.submit.request_id))
         if visit.answered:
             return
         if flight.error is not None and not flight.client_gone:
             raise flight.error
         raise ClientGone
 
-    async def _open(self, request: Request, model: ModelInfo, visit: Visit) -> list[RequestRecord[Part]]:
+    async def _open(self, request: Request, target: Target, visit: Visit) -> list[RequestRecord[Part]]:
         """Tokenise, settle the parameters, and enter one request for each prompt into the ledger."""
         gateway, flight = self._gateway, visit.flight
+        model, tokenizer = target.info, target.served.tokenizer
         check_served(request.decoding.constraint, model)
-        await gateway.tokenizer.grammars.check(request.decoding.constraint)
+        await tokenizer.grammars.check(request.decoding.constraint)
         began_ns = time.time_ns()
-        prompts = await self._endpoint.tokenize(request, gateway.tokenizer, model)
+        prompts = await self._endpoint.tokenize(request, tokenizer, model)
         flight.prompt_tokens = sum(len(prompt) for prompt in prompts)
         gateway.tracing.record(
             names.TOKENIZE, began_ns, time.time_ns(), visit.span.traceparent,
@@ -302,12 +200,12 @@ class AnswerApp:
         packed = [pack_tokens(prompt) for prompt in prompts]
         if visit.keyed is not None and request.delivery.stream and self._endpoint.event_ids:
             visit.place = visit.keyed.place(
-                model.name, packed, sampling.max_tokens, len(prompts) * decoding.samples,
+                target.name, packed, sampling.max_tokens, len(prompts) * decoding.samples,
                 1 + request.delivery.include_usage, visit.arrival_ns // 1_000_000_000,
             )  # fmt: skip
         visit.span.set(sampling_attributes(sampling, decoding.n, request.delivery.stream))
         tokens = flight.prompt_tokens + len(prompts) * sampling.max_tokens * (decoding.beam_width or decoding.samples)
-        gateway.check_room(_num_sequences(request), tokens, visit.request_id)
+        gateway.check_room(model.name, _num_sequences(request), tokens, visit.request_id)
         visit.charge(tokens)
         name = new_request_id().removeprefix("req-") if visit.keyed is None else visit.keyed.answer_name
         visit.answer_id = self._endpoint.answer_id(name)
@@ -333,13 +231,15 @@ class AnswerApp:
                 traceparent=visit.span.traceparent,
                 client_id=visit.request_id,
                 answer_id=visit.answer_id,
+                adapter=target.adapter,
+                pool=visit.pool,
             )
             for index, prompt in enumerate(packed)
         ]
         for submit in submits:
             gateway.dispatch.check_size(submit)
         records = []
-        vocabulary = gateway.tokenizer.vocabulary
+        vocabulary = tokenizer.vocabulary
         for index, (submit, prompt) in enumerate(zip(submits, prompts, strict=True)):
             source = request.prompts[index] if isinstance(request, CompletionRequest) else prompt
             told = prompt_report(request.report, source, prompt, vocabulary)

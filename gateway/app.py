@@ -12,9 +12,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from gateway.answering import AnswerApp, Gateway
+from gateway.answering import AnswerApp
 from gateway.endpoints import Chat, Completions, Generate
 from gateway.errors import ApiError, unavailable
+from gateway.gateway import Gateway
 from gateway.openapi import document
 from gateway.text_routes import Detokenize, TextApp, Tokenize
 from shared.messages import Outcome
@@ -38,30 +39,39 @@ def make_app(gateway: Gateway) -> Starlette:
         return JSONResponse({"version": _version()})
 
     async def openapi(request: Request) -> Response:
-        info = gateway.dispatch.mesh.model(gateway.model, time.monotonic())
-        return JSONResponse(
-            document(gateway.config, info, _version(), gateway.keys.required, gateway.tokenizer.adds_special_tokens)
-        )
+        models = gateway.models
+        info = gateway.dispatch.mesh.model(models.first.name, time.monotonic()) if len(models) == 1 else None
+        empty_prompts = any(served.tokenizer.adds_special_tokens for served in models)
+        return JSONResponse(document(gateway.config, info, _version(), gateway.keys.required, empty_prompts))
 
-    def card() -> dict[str, Any]:
-        info = gateway.dispatch.mesh.model(gateway.model, time.monotonic())
+    def card(model: str, adapter: str = "") -> dict[str, Any]:
+        """As vLLM has it: an adapter's root is a thing of its own, and its parent the model that it is for."""
+        info = gateway.dispatch.mesh.model(model, time.monotonic())
         return {
-            "id": gateway.model,
+            "id": adapter or model,
             "object": "model",
             "created": started_s,
             "owned_by": "headrace",
-            "root": gateway.model,
+            "root": adapter or model,
+            "parent": model if adapter else None,
             "max_model_len": info.max_model_len if info is not None else None,
         }
 
     async def models(request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [card()]})
+        """The models, then the adapters that their workers offer; a name stands for the first that has it."""
+        cards = {name: card(name) for name in gateway.models.names}
+        for model in gateway.models.names:
+            for adapter in gateway.dispatch.mesh.adapters(model, time.monotonic()):
+                if adapter not in cards:
+                    cards[adapter] = card(model, adapter)
+        return JSONResponse({"object": "list", "data": list(cards.values())})
 
     async def model(request: Request) -> Response:
-        name = request.path_params["name"]
-        if name != gateway.model:
-            return error_response(gateway.unknown_model(name))
-        return JSONResponse(card())
+        try:
+            served, adapter = gateway.find(request.path_params["name"])
+        except ApiError as error:
+            return error_response(error)
+        return JSONResponse(card(served.name, adapter))
 
     return Starlette(
         routes=[

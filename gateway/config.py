@@ -4,21 +4,36 @@ from __future__ import annotations
 
 import dataclasses
 
+from gateway.sources import (
+    AUTO,
+    ModelSource,
+    meshes,
+    meshes_problem,
+    parsers,
+    parsers_problem,
+    sources,
+    sources_problem,
+)
 from shared.config import MeshConfig, at_least, between, option
-from shared.model_name import model_name
 
 
 @dataclasses.dataclass(frozen=True)
 class GatewayConfig(MeshConfig):
     """The HTTP gateway of a Headrace mesh: OpenAI-compatible API, tokenising, streaming."""
 
+    mesh: str = option(
+        "default", "name of the mesh, or several, comma-separated: requests are shared out among them",
+        check=meshes_problem,
+    )  # fmt: skip
     host: str = option("127.0.0.1", "address to listen on")
     port: int = option(8000, "port to listen on; 0 takes a free one", check=between(0, 65535))
     model: str = option(
         "",
-        "the model, for its tokenizer: a local folder, a GGUF file or a Hugging Face id; 'default' is SmolLM2",
+        "the model, for its tokenizer: a local folder, a GGUF file or a Hugging Face id; 'default' is SmolLM2. Several "
+        "are NAME=MODEL, comma-separated; the first one serves requests that name none",
+        check=sources_problem,
     )
-    served_model_name: str = option("", "name of the model in the API; empty: the folder's name, or the id")
+    served_model_name: str = option("", "name of the only model in the API; empty: the folder's name, or the id")
     metrics_host: str = option("127.0.0.1", "address of the metrics listener")
     metrics_port: int = option(9400, "port of the metrics listener; 0 takes a free one", check=between(0, 65535))
     api_key: str = option("", "the one API key that clients must send; no limits are bound to it", secret=True)
@@ -41,10 +56,10 @@ class GatewayConfig(MeshConfig):
         check=at_least(1),
     )  # fmt: skip
     tool_call_parser: str = option(
-        "auto", "how the model writes tool calls: hermes, llama3_json or mistral; auto tells it by the chat template",
-        choices=("auto", "hermes", "llama3_json", "mistral"),
+        "auto", "how the model writes tool calls: hermes, llama3_json or mistral; auto tells it by the chat template. "
+        "Where models differ: NAME=PARSER, comma-separated", check=parsers_problem,
     )  # fmt: skip
-    tokenizer_threads: int = option(2, "threads that tokenise", check=between(1, 64))
+    tokenizer_threads: int = option(2, "threads that tokenise, for each model", check=between(1, 64))
     submit_timeout_s: float = option(
         5.0, "how long a request is offered to the scheduler before 503", check=between(0.1, 600)
     )
@@ -53,6 +68,10 @@ class GatewayConfig(MeshConfig):
     )
     resume_timeout_s: float = option(
         30.0, "open requests that were interrupted, or whose scheduler is silent, end with an error after so long",
+        check=between(0.2, 3600),
+    )  # fmt: skip
+    mesh_away_s: float = option(
+        10.0, "with several meshes: an open request goes on in another one once its own has been away for so long",
         check=between(0.2, 3600),
     )  # fmt: skip
     slow_reader_timeout_s: float = option(
@@ -67,6 +86,23 @@ class GatewayConfig(MeshConfig):
     )  # fmt: skip
 
     @property
-    def model_name(self) -> str:
-        """The name the API and the mesh know the model by: a folder under its own name, an id under that id."""
-        return model_name(self.model, self.served_model_name)
+    def sources(self) -> tuple[ModelSource, ...]:
+        """The models under the names that API and mesh know them by. Raises ValueError for what cannot go together."""
+        return sources(self.model, self.served_model_name)
+
+    @property
+    def meshes(self) -> tuple[str, ...]:
+        return meshes(self.mesh)
+
+    def in_mesh(self, name: str) -> GatewayConfig:
+        """As for a gateway of that mesh alone."""
+        return dataclasses.replace(self, mesh=name)
+
+    @property
+    def parsers(self) -> dict[str, str]:
+        """How models write tool calls, by their names; under the empty name that of all others."""
+        return parsers(self.tool_call_parser)
+
+    def parser_of(self, model: str) -> str:
+        families = self.parsers
+        return families.get(model, families.get("", AUTO))

@@ -1,4 +1,4 @@
-"""The files that a gateway's configuration names, tried before anything starts. Light: ``headrace up`` asks too."""
+"""What a gateway's configuration names, tried before anything starts. Light: ``headrace up`` asks too."""
 
 from __future__ import annotations
 
@@ -10,8 +10,14 @@ from shared.lifecycle import StartupError
 
 
 def check_files(config: GatewayConfig) -> None:
-    """Raise :class:`StartupError`, one line that names the option, if the certificate or the keys cannot be used."""
+    """Raise :class:`StartupError`, one line that names the option, if models, certificate or keys cannot be used."""
     check_tls(config)
+    try:
+        known = {source.name for source in config.sources}
+    except ValueError as error:
+        raise StartupError(f"--model {error}") from None
+    if unknown := [name for name in config.parsers if name and name not in known]:
+        raise StartupError(f"--tool-call-parser names {unknown[0]!r}, which is none of the models")
     try:
         Keyring(config.api_keys, config.api_key)
     except KeysError as error:

@@ -1,4 +1,4 @@
-"""The gateway's side of the bus: routes tokens to flights, has what was lost resumed, cancels what is unwanted.
+"""The gateway's side of one mesh: routes tokens to flights, has what was lost resumed, cancels what is unwanted.
 
 Owns the ledger and the view of the mesh. Handlers of bus messages are plain calls; two tasks belong to it, one that
 publishes cancels and one that publishes beats and watches over what does not go on.
@@ -15,7 +15,7 @@ import functools
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from gateway.awake_clock import AwakeClock
 from gateway.config import GatewayConfig
@@ -54,8 +54,16 @@ MESSAGE_MARGIN_BYTES = 4096  # of what carries a Submit's parts on: a plan with 
 LIVE_ENTRY_BYTES = 48  # of one (request, attempt) in a beat, rounded up
 
 
+def awake_clock() -> AwakeClock:
+    """One that is read as often as beats are due."""
+    return AwakeClock(BEAT_INTERVAL_S + LATE_S)
+
+
 class Dispatch:
-    """Requests out, tokens in."""
+    """Requests out, tokens in, through ``config.mesh``.
+
+    ``elsewhere``: gives a request that does not go on here to another mesh, if there is one; True if it did.
+    """
 
     def __init__(
         self,
@@ -65,10 +73,16 @@ class Dispatch:
         metrics: GatewayMetrics,
         losses: Callable[[], int] = lambda: 0,
         tracing: Tracing | None = None,
+        clock: AwakeClock | None = None,
     ) -> None:
-        """``losses`` counts the occasions on which the bus may have lost messages (reconnects, slow consumer)."""
+        """``losses`` counts the occasions on which the bus may have lost messages (reconnects, slow consumer).
+
+        ``clock``: of this process, where requests pass from one of these to another.
+        """
         self.gateway_id = gateway_id
+        self.name = config.mesh
         self.mesh = MeshView(config.scheduler_stale_s)
+        self.elsewhere: Callable[[RequestRecord[Part]], bool] = lambda record: False
         self.ledger: Ledger[Part] = Ledger()
         self._config = config
         self._bus = bus
@@ -78,8 +92,8 @@ class Dispatch:
         self._losses_seen = losses()
         self._outbox = Outbox(bus)
         self._tracing = tracing
-        self._clock = AwakeClock(BEAT_INTERVAL_S + LATE_S)
-        self._offers = Offers(config, bus, self.mesh, metrics, self._clock)
+        self._clock = clock or awake_clock()
+        self.offers = Offers(config, bus, self.mesh, metrics, self._clock)
         self._beat_now = asyncio.Event()
         self._heard_s = 0.0  # when the leading scheduler was heard last, by the clock
         self._interruptions: Counter[str] = Counter()  # by their reason, since the last tick
@@ -113,27 +127,61 @@ class Dispatch:
     def open(self, submit: Submit, part: Part) -> RequestRecord[Part]:
         self.look_for_losses()  # they did not reach what begins after them
         record = self.ledger.open(submit, part)
-        part.flight.on_gone[submit.request_id] = functools.partial(self.release, record)
+        self._own(record)
         return record
+
+    def _own(self, record: RequestRecord[Part]) -> None:
+        record.owner.mesh = self.name
+        record.owner.flight.on_gone[record.submit.request_id] = functools.partial(self.release, record)
+
+    def records(self) -> Iterable[RequestRecord[Part]]:
+        """All that are open."""
+        return self.ledger
 
     async def offer(self, record: RequestRecord[Part]) -> None:
         """Submit a request and return once a scheduler has accepted it; an ``ApiError`` says why it will not run."""
-        await self._offers.first(record)
+        await self.offers.first(record)
 
     async def next_beat(self, within_s: float) -> None:
         """Return at a scheduler's next beat, or after so long."""
-        await self._offers.next_beat(within_s)
+        await self.offers.next_beat(within_s)
 
     def release(self, record: RequestRecord[Part]) -> None:
         """Nobody wants more of this request: forget it, and cancel what may still run. Idempotent."""
+        self._let_go(record)
+        record.settle()
+        record.owner.flight.on_gone.pop(record.submit.request_id, None)
+
+    def _let_go(self, record: RequestRecord[Part]) -> None:
+        """Nothing more of it is wanted from here."""
         if record.owner.resume is not None:
             record.owner.resume.cancel()
         if record.running:
-            record.settle()
             for attempt in record.attempts_to_cancel():
                 self._cancel(Cancel(record.submit.request_id, attempt))
         self.ledger.close(record.submit.request_id)
-        record.owner.flight.on_gone.pop(record.submit.request_id, None)
+
+    def hand_over(self, record: RequestRecord[Part], other: Dispatch) -> None:
+        """Have another mesh run a request from now on: what was accepted is resumed there, anything else offered by
+        whoever offers it.
+        """
+        self._let_go(record)
+        if record.epoch or record.resuming:
+            self._metrics.resumes.labels("mesh").inc()
+            reason = f"the mesh {self.name!r} stayed away"
+            self._interruptions[reason] += 1
+            record.suspend("mesh", reason, self._clock.read(time.monotonic()))
+        record.begin_elsewhere()
+        record.owner.resume = None
+        other.adopt(record)
+
+    def adopt(self, record: RequestRecord[Part]) -> None:
+        """Take over a request that another mesh had."""
+        self.look_for_losses()
+        self.ledger.take(record)
+        self._own(record)
+        if record.resuming:
+            self.offers.resume(record)
 
     # --- interruptions --------------------------------------------------------------------------------------------
 
@@ -142,21 +190,22 @@ class Dispatch:
         flight = record.owner.flight
         if flight.over:
             return
-        if self._overdue(record, now_s):
+        if self._overdue(record, now_s, self._config.resume_timeout_s):
             self._give_up(record, reason)
             return
         self._metrics.resumes.labels(cause).inc()
         self._interruptions[reason] += 1
         record.suspend(cause, reason, now_s)
-        self._offers.resume(record)
+        self.offers.resume(record)
 
-    def _overdue(self, record: RequestRecord[Part], now_s: float) -> bool:
-        return record.interrupted_s is not None and now_s - record.interrupted_s > self._config.resume_timeout_s
+    def _overdue(self, record: RequestRecord[Part], now_s: float, limit_s: float) -> bool:
+        """Whether it was interrupted longer ago than that, and has not gone on since."""
+        return record.interrupted_s is not None and now_s - record.interrupted_s > limit_s
 
     def _give_up(self, record: RequestRecord[Part], reason: str) -> None:
         within = f"{self._config.resume_timeout_s:g} s"
         error = interrupted(f"the request was interrupted and could not be resumed within {within}: {reason}")
-        self._offers.give_up(record.owner.flight, error)
+        self.offers.give_up(record.owner.flight, error)
 
     def _goes_on(self, record: RequestRecord[Part], now_s: float) -> None:
         """A request that had been interrupted has new tokens."""
@@ -248,7 +297,7 @@ class Dispatch:
             self._lose_all("epoch", "the scheduler has changed", message.epoch)
         if 0 < message.epoch == self.mesh.epoch:
             self._heard_s = self._clock.read(now_s)
-            self._offers.beat_heard()
+            self.offers.beat_heard()
 
     def _tell_other_models(self, now_s: float) -> None:
         """Log, once for each change, that the workers serve other models than this gateway."""
@@ -256,9 +305,9 @@ class Dispatch:
         if served == self._served:
             return
         self._served = served
-        reason = self.mesh.why_not_ready(self._config.model_name, now_s)
-        if served and reason is not None:
-            log.warning("%s", reason)
+        names = [source.name for source in self._config.sources]
+        if served and not set(names) & set(served):
+            log.warning("%s", self.mesh.why_not_ready(names[0], now_s))
 
     def _on_roll_call(self, message: AnyMessage) -> None:
         if not isinstance(message, RollCall):
@@ -275,13 +324,19 @@ class Dispatch:
             log.warning("%d interrupted %s resumed: %s", many, what, told)
             self._interruptions.clear()
         now_s = self._clock.read(now_s)
-        silent = now_s - self._heard_s > self._config.resume_timeout_s
+        config = self._config
+        silence_s = now_s - self._heard_s
         for record in self.ledger:
             if not (record.epoch or record.resuming):
                 continue  # offered for the first time, by somebody who has a patience of his own
-            if silent:
+            away = silence_s > config.mesh_away_s or (
+                not record.epoch and self._overdue(record, now_s, config.mesh_away_s)
+            )
+            if away and not record.owner.flight.over and self.elsewhere(record):
+                continue
+            if silence_s > config.resume_timeout_s:
                 self._give_up(record, "the scheduler is silent")
-            elif not record.epoch and self._overdue(record, now_s):
+            elif not record.epoch and self._overdue(record, now_s, config.resume_timeout_s):
                 self._give_up(record, record.trouble)
 
     def beat(self) -> GatewayBeat:
@@ -305,8 +360,8 @@ class Dispatch:
             except TimeoutError:
                 pass
 
-    def tell(self, answer: AnswerTrace) -> None:
-        """Tell the scheduler how an answer went, for whoever explains it. May be lost."""
+    def tell(self, record: RequestRecord[Part], answer: AnswerTrace) -> None:
+        """Tell the scheduler how the answer to a request went, for whoever explains it. May be lost."""
         self._outbox.post(self._subjects.answered, encode(Answered(answer)))
 
     def _cancel(self, cancel: Cancel) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from gateway.choice_text import ChoiceText
 from gateway.errors import ApiError, interrupted
-from gateway.metrics import GatewayMetrics
+from gateway.metrics import ModelMetrics
 from gateway.steps import Steps
 from gateway.token_details import PromptReport, TokenDetail
 from shared.messages import TokenLogprob
@@ -45,9 +45,10 @@ class Choice:
 class Flight:
     """``wait`` hands out progress until every choice has ended, or the flight as a whole has failed."""
 
-    def __init__(self, arrival_s: float, metrics: GatewayMetrics) -> None:
-        """``arrival_s``: monotonic seconds."""
+    def __init__(self, arrival_s: float, metrics: ModelMetrics) -> None:
+        """``arrival_s``: monotonic seconds. ``metrics``: of its model."""
         self.arrival_s = arrival_s
+        self.metrics = metrics
         self.choices: list[Choice] = []
         self.prompt_tokens = 0
         self.cached_tokens = 0  # of the prompts, held by the prefix cache
@@ -55,7 +56,6 @@ class Flight:
         self.client_gone = False
         self.on_gone: dict[str, Callable[[], None]] = {}  # by request: what to do at once when the client leaves
         self.first_token_s = 0.0
-        self._metrics = metrics
         self._dirty: list[Choice] = []
         self._open = 0
         self._left_out_tokens = 0
@@ -91,12 +91,12 @@ class Flight:
         choice.log_prob += log_prob
         before = choice.text.num_tokens
         text = (choice.text if choice.steps is None else choice.steps).feed(tokens, end, logprobs)
-        self._metrics.generation_tokens.value += choice.text.num_tokens - before
+        self.metrics.generation_tokens.value += choice.text.num_tokens - before
         finished = choice.text.finish_reason is not None
         if finished:
             self._open -= 1
             decode_s = choice.last_token_s - choice.first_token_s
-            self._metrics.choice_finished(choice.text.finish_reason or "", choice.text.num_tokens, decode_s)
+            self.metrics.choice_finished(choice.text.finish_reason or "", choice.text.num_tokens, decode_s)
         if not text and not finished:
             return
         if not choice.waiting:
@@ -165,9 +165,9 @@ class Flight:
     def _book_latency(self, choice: Choice, count: int, now_s: float) -> None:
         if not self.first_token_s:
             self.first_token_s = now_s
-            self._metrics.time_to_first_token.observe(now_s - self.arrival_s)
+            self.metrics.time_to_first_token.observe(now_s - self.arrival_s)
         if choice.last_token_s:
-            self._metrics.inter_token_latency.observe((now_s - choice.last_token_s) / count)
+            self.metrics.inter_token_latency.observe((now_s - choice.last_token_s) / count)
         else:
             choice.first_token_s = now_s
         choice.last_token_s = now_s

@@ -81,6 +81,15 @@ class RequestRecord(Generic[Owner]):
         for choice in self.choices:
             choice.closed = choice.ended = True
 
+    def refused(self) -> None:
+        """Nobody runs this attempt, nor an older one."""
+        self._oldest = self.attempt + 1
+
+    def begin_elsewhere(self) -> None:
+        """In a mesh that has never heard of it; where it was before, its attempts are cancelled."""
+        self.epoch = 0
+        self._oldest = self.attempt
+
     def accept(self, epoch: int) -> None:
         """A scheduler of ``epoch`` runs this attempt, and no older one."""
         self.epoch = max(self.epoch, epoch)
@@ -183,11 +192,15 @@ class Ledger(Generic[Owner]):
         return iter(list(self._records.values()))
 
     def open(self, submit: Submit, owner: Owner) -> RequestRecord[Owner]:
-        if submit.request_id in self._records:
-            raise ValueError(f"{submit.request_id} is open already")
         record = RequestRecord(submit, owner, [ChoiceRecord() for _ in range(submit.n)])
-        self._records[submit.request_id] = record
+        self.take(record)
         return record
+
+    def take(self, record: RequestRecord[Owner]) -> None:
+        """Own a request from now on. Raises ValueError for one that is here already."""
+        if record.submit.request_id in self._records:
+            raise ValueError(f"{record.submit.request_id} is open already")
+        self._records[record.submit.request_id] = record
 
     def close(self, request_id: str) -> None:
         """Forget a request. Closing twice, or what was never open, is fine."""
@@ -258,7 +271,7 @@ class Ledger(Generic[Owner]):
             for choice in record.choices:
                 assert len(choice.tokens) <= record.submit.sampling.max_tokens
             assert record.prompt_logprobs <= max(0, record.prompt_len - 1)
-            assert record.submit.attempt <= record._oldest <= record.attempt
+            assert record.submit.attempt <= record._oldest <= record.attempt + 1
             assert (record.interrupted_s is None) == (record.losses == 0)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from gateway.awake_clock import AwakeClock
@@ -46,16 +47,23 @@ class Part:
     choices: list[Choice]
     prompt: PromptReport | None = None  # where the client wants to know something about it
     cached: int = -1  # its tokens that the prefix cache held, once that is known
-    offered: bool = False  # in the hands of a coroutine that offers it
-    resume: asyncio.Task[None] | None = None
+    offered: bool = False  # in the hands of whoever offers it for the first time
+    resume: asyncio.Task[None] | None = None  # in whose hands it is to be resumed
+    mesh: str = ""  # that it is in
+    refused_by: tuple[str, ...] = ()  # meshes that would not, or could not, take it
 
 
 class Offers:
-    """Whoever hears a scheduler's beat calls ``beat_heard``."""
+    """To one mesh. Whoever hears its scheduler's beat calls ``beat_heard``.
+
+    ``has_alternative``: whether another mesh would take a new request now, that it need not be waited for this one.
+    """
 
     def __init__(
         self, config: GatewayConfig, bus: Bus, mesh: MeshView, metrics: GatewayMetrics, clock: AwakeClock
     ) -> None:
+        self.has_alternative: Callable[[RequestRecord[Part]], bool] = lambda record: False
+        self._name = config.mesh
         self._submit_timeout_s = config.submit_timeout_s
         self._bus = bus
         self._subjects = Subjects(config.mesh)
@@ -92,8 +100,7 @@ class Offers:
     def resume(self, record: RequestRecord[Part]) -> None:
         """See to it that a suspended request is offered again."""
         part = record.owner
-        if not part.offered:
-            part.offered = True
+        if not part.offered and part.resume is None:
             part.resume = asyncio.create_task(self._resume(record))
 
     async def _resume(self, record: RequestRecord[Part]) -> None:
@@ -107,7 +114,8 @@ class Offers:
             log.exception("a resume failed", extra=about(record.submit.request_id, record.submit.traceparent))
             self.give_up(part.flight, interrupted("the request was interrupted and could not be resumed"))
         finally:
-            part.offered = False
+            if part.resume is asyncio.current_task():  # else it was given to another mesh's
+                part.resume = None
 
     def give_up(self, flight: Flight, error: ApiError) -> None:
         """End a flight that had been accepted and cannot go on."""
@@ -122,7 +130,7 @@ class Offers:
         patience_s = self._submit_timeout_s
         tries = losses = 0
         refused = False
-        while not flight.over and not record.epoch:
+        while not flight.over and not record.epoch and record.owner.mesh == self._name:
             if record.losses > max(1, losses):
                 losses = record.losses
                 await asyncio.sleep(min(MAX_BACKOFF_S, 0.1 * 2 ** min(losses - 2, 10)))
@@ -155,9 +163,9 @@ class Offers:
                     patience_s = self._patience_s(record, reply)
             if record.resuming:
                 record.trouble = error.message
-            elif self._now_s() - began_s >= patience_s:
+            elif self._now_s() - began_s >= patience_s or self.has_alternative(record):
                 if refused:
-                    record.settle()
+                    record.refused()
                 raise error
             await self.next_beat(RETRY_PAUSE_S)
 

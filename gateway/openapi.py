@@ -36,6 +36,7 @@ _ERRORS = {
 _ALWAYS = (400, 401, 405, 408, 431, 500)  # any request may end so, before a route sees it
 _BODY = (*_ALWAYS, 404, 413, 415, 429, 503)
 _SECONDS = "^(|0{0,4}[1-9][0-9]{0,4}([.][0-9]{1,9})?|0{1,9}[.][0-9]{0,7}[1-9])$"  # empty: as if it were absent
+_POOL = "^[A-Za-z0-9._-]{0,64}$"
 _KEY = "^[!-~]{1,255}$"
 _EVENT_ID = "^([0-9a-f]{16}-[0-9]{1,11}-[0-9]{1,10}([.][0-9]{1,10}){1,128})?$"  # only those that were sent are taken
 _RETRY_LATER = {"Retry-After": {"schema": {"type": "integer", "minimum": 1}, "description": "seconds"}}
@@ -51,8 +52,8 @@ _POSTS = {
 }
 # path -> (summary, schema of the answer, statuses beside 200 and those of every route)
 _GETS: dict[str, tuple[str, str, tuple[int, ...]]] = {
-    "/v1/models": ("The served model, in a list", "Models", ()),
-    "/v1/models/{name}": ("The served model", "Model", (404,)),
+    "/v1/models": ("The models that are served, and their adapters", "Models", ()),
+    "/v1/models/{name}": ("A model, or an adapter", "Model", (404,)),
     "/health": ("Whether the process serves HTTP", "Health", ()),
     "/ready": ("Whether a completion can succeed", "Readiness", (503,)),
     "/version": ("The version of the server", "Version", ()),
@@ -111,6 +112,7 @@ def _post(endpoint: str, summary: str, stream: str, answer: str) -> dict[str, An
     if stream:
         operation["parameters"] = [
             _header("X-Request-Timeout", _SECONDS, "seconds until the answer must be complete"),
+            _header("X-Headrace-Pool", _POOL, "the pool of workers to run in; without it, by its length"),
             _header("Idempotency-Key", _KEY, "the same body with the same key has the same answer"),
         ]
     if stream == "text/event-stream":

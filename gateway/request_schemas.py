@@ -62,7 +62,7 @@ def fields(config: GatewayConfig, model: ModelInfo | None, empty_prompts: bool =
     prompt = text() if empty_prompts else text() | {"minLength": 1}
     token_ids = array(token, 1, length)
     return (
-        Field("model", ALL, text(256), "the served name; another one is a 404"),
+        Field("model", ALL, text(256), "the name of a model or of an adapter; another one is a 404"),
         Field(
             "prompt", (COMPLETIONS,),
             {"anyOf": [prompt, token_ids, *(array(one, 1, config.max_prompts) for one in (prompt, token_ids))]},

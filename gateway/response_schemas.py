@@ -127,6 +127,7 @@ SCHEMAS: dict[str, Schema] = {
             "created": COUNT,
             "owned_by": text(),
             "root": text(),
+            "parent": nullable(text()),
             "max_model_len": nullable(COUNT),
         }
     ),

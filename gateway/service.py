@@ -12,18 +12,19 @@ from collections.abc import Callable, Iterator
 import uvicorn
 
 from gateway.access import KeyGate
-from gateway.answering import Gateway
 from gateway.app import make_app
 from gateway.config import GatewayConfig
 from gateway.config_files import check_files
 from gateway.direct_routes import DirectRoutes
-from gateway.dispatch import Dispatch
+from gateway.dispatch import Dispatch, awake_clock
 from gateway.errors import UNAUTHORIZED, unavailable
 from gateway.file_limit import allow_connections
+from gateway.gateway import Gateway
 from gateway.http_protocol import HttpLimits, http_protocol
 from gateway.keys import KeysError
 from gateway.metrics import GatewayMetrics
-from gateway.tokenizer import PromptTokenizer
+from gateway.models import Models
+from gateway.router import Router
 from observability.listener import InternalListener
 from observability.loop_lag import watch_loop_lag
 from observability.startup import start_up
@@ -159,7 +160,7 @@ async def drain(gateway: Gateway, grace_s: float) -> None:
     if await _idle(gateway, grace_s):
         return
     log.warning("the grace is over: %d requests end with an error", gateway.in_flight)
-    for record in gateway.dispatch.ledger:
+    for record in list(gateway.dispatch.records()):
         record.owner.flight.fail(unavailable("the gateway is shutting down", Outcome.DRAINING.value))
     await _idle(gateway, LAST_WORDS_S)
 
@@ -173,6 +174,18 @@ async def _idle(gateway: Gateway, within_s: float) -> bool:
     return True
 
 
+def make_dispatch(
+    config: GatewayConfig, bus: Bus, gateway_id: str, metrics: GatewayMetrics, losses: Callable[[], int],
+    tracing: Tracing,
+) -> Dispatch | Router:  # fmt: skip
+    """Into the mesh of ``config``, or over its meshes if it has several. ``losses``: as :class:`Dispatch` wants it."""
+    clock = awake_clock()
+    meshes = [
+        Dispatch(config.in_mesh(name), bus, gateway_id, metrics, losses, tracing, clock) for name in config.meshes
+    ]
+    return meshes[0] if len(meshes) == 1 else Router(meshes)
+
+
 async def serve(config: GatewayConfig, stop: asyncio.Event) -> None:
     """The gateway process, from its configuration to its end."""
     start_up.ended("imports")
@@ -182,13 +195,11 @@ async def serve(config: GatewayConfig, stop: asyncio.Event) -> None:
     asyncio.get_running_loop().add_signal_handler(RETIRE, retire.set)
     with contextlib.ExitStack() as stack:
         stack.callback(listener.close)
-        metrics = GatewayMetrics(config.model_name)
+        metrics = GatewayMetrics(*(source.name for source in config.sources))
         metrics_listener = listen_metrics(metrics, config.metrics_host, config.metrics_port)
         stack.callback(metrics_listener.close)
-        tokenizer = await asyncio.to_thread(
-            PromptTokenizer.load, config.model, config.tokenizer_threads, config.tool_call_parser
-        )
-        stack.callback(tokenizer.close)
+        models = await asyncio.to_thread(Models.load, config, metrics)
+        stack.callback(models.close)
         start_up.ended("tokenizer")
         gateway_id = new_process_id("gateway")
         tracing = Tracing("gateway", gateway_id, config.otlp_endpoint, config.trace_sampling)
@@ -197,18 +208,18 @@ async def serve(config: GatewayConfig, stop: asyncio.Event) -> None:
         except BusUnavailable as error:
             raise StartupError(str(error)) from None
         try:
-            dispatch = Dispatch(
+            dispatch = make_dispatch(
                 config, bus, gateway_id, metrics, lambda: bus.reconnects + bus.slow_consumer_drops, tracing
             )
             bus.on_reconnect = dispatch.look_for_losses
             try:
-                gateway = Gateway(config, dispatch, tokenizer, tracing, metrics)
+                gateway = Gateway(config, dispatch, models, tracing, metrics)
             except KeysError as error:  # the file has changed meanwhile
                 raise StartupError(f"--api-keys {error}") from None
             port = listener.getsockname()[1]
             log.info(
                 "%s serves %s on %s://%s:%d, metrics on http://%s:%d/metrics",
-                gateway_id, config.model_name, "https" if config.tls_cert else "http", config.host, port,
+                gateway_id, ", ".join(models.names), "https" if config.tls_cert else "http", config.host, port,
                 config.metrics_host, metrics_listener.port,
             )  # fmt: skip
             gc.collect()

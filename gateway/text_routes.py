@@ -9,12 +9,12 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from gateway.access import access_of
-from gateway.answering import Gateway
 from gateway.body import ClientGone, check_media_type, parse_json, timely_body
 from gateway.chat_messages import Chat, read_chat
 from gateway.decoding import is_token_id
 from gateway.errors import ApiError, invalid
 from gateway.fields import Fields
+from gateway.gateway import Gateway
 from gateway.parameters import read_model
 from gateway.responses import send_error, send_whole
 
@@ -75,8 +75,8 @@ class Tokenize:
 
     async def answer(self, gateway: Gateway, body: dict[str, Any]) -> dict[str, Any]:
         request = parse_tokenize(body)
-        model = await gateway.settled_model_info(request.model)
-        tokenizer = gateway.tokenizer
+        target = await gateway.target(request.model)
+        model, tokenizer = target.info, target.served.tokenizer
         if isinstance(request.source, Chat):
             tokens = await tokenizer.chat(request.source, model.max_model_len, model.vocab_size)
         else:
@@ -94,10 +94,11 @@ class Detokenize:
 
     async def answer(self, gateway: Gateway, body: dict[str, Any]) -> dict[str, Any]:
         request = parse_detokenize(body)
-        vocab_size = (await gateway.settled_model_info(request.model)).vocab_size
+        target = await gateway.target(request.model)
+        vocab_size = target.info.vocab_size
         if max(request.tokens, default=0) >= vocab_size:
             raise invalid(f"'tokens' has the id {max(request.tokens)}; ids end at {vocab_size - 1}", "tokens")
-        return {"prompt": await gateway.tokenizer.detokenize(request.tokens)}
+        return {"prompt": await target.served.tokenizer.detokenize(request.tokens)}
 
 
 class TextApp:

@@ -8,6 +8,7 @@ from typing import Any
 from gateway.access import Access
 from gateway.flight import Flight
 from gateway.idempotency import Keyed, Place
+from gateway.models import Target
 from observability import conventions as names
 from observability.context import is_sampled
 from observability.tracing import RequestSpan, Tracing
@@ -23,6 +24,8 @@ class Visit:
     flight: Flight
     span: RequestSpan
     headers: list[tuple[bytes, bytes]]
+    model: str = ""  # that is asked, the base model of an adapter; empty: not known yet
+    pool: str = ""  # that the client asked for
     deadline_ns: int = 0  # unix time; 0: none
     outcome: str = "failed"
     access: Access = field(default_factory=Access)
@@ -42,6 +45,14 @@ class Visit:
             self.access.enter()
         finally:
             self.headers[1:] = self.access.headers()
+
+    def aim(self, target: Target, operation: str) -> None:
+        """It is known now which model is asked."""
+        if self.model != target.name:
+            self.span.rename(f"{operation} {target.name}")
+            self.span.set({names.REQUEST_MODEL: target.name})
+        self.model = target.served.name
+        self.flight.metrics = target.served.metrics
 
     def charge(self, tokens: int) -> None:
         try:

@@ -21,6 +21,8 @@ def check(settings: UpSettings) -> None:
         scheduler.scaling()
     except (StartupError, ValueError) as error:
         raise ConfigError(str(error)) from None
+    if any(source.path != gateway.model for source in gateway.sources):
+        raise ConfigError("--model: `headrace up` serves one model; several need services that are started one by one")
     if scheduler.record and not Path(scheduler.record).parent.is_dir():
         raise ConfigError(f"--record {scheduler.record}: no such folder")
     if not settings.own_nats and gateway.nats_ca:

@@ -59,32 +59,61 @@ def lean_gauge(registry: CollectorRegistry, name: str, text: str) -> LeanNumber:
 
 
 class LeanHistogram:
-    """A histogram without a label, or with one whose value is fixed. ``bounds`` ascend; the last bucket, +Inf, is
-    implied."""
+    """One histogram of those with its name. ``bounds`` ascend; the last bucket, +Inf, is implied."""
 
-    def __init__(
-        self, registry: CollectorRegistry, name: str, text: str, label: tuple[str, str] | None, bounds: Sequence[float]
-    ) -> None:
-        self._name, self._text, self._label = name, text, label
-        self.label_names = (label[0],) if label is not None else ()
+    __slots__ = ("_bounds", "_counts", "_sum")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = list(bounds)
         self._counts = [0] * (len(bounds) + 1)
         self._sum = 0.0
-        registry.register(self)
 
     def observe(self, value: float) -> None:
         self._counts[bisect_left(self._bounds, value)] += 1
         self._sum += value
 
-    def collect(self) -> Iterator[Metric]:
+    def sample(self) -> tuple[list[tuple[str, float]], float]:
+        """(cumulative buckets by their upper bounds, sum)."""
         total = 0
         buckets: list[tuple[str, float]] = []
         for bound, count in zip((*self._bounds, float("inf")), self._counts, strict=True):
             total += count
             buckets.append((_bound_text(bound), total))
+        return buckets, self._sum
+
+
+class _Histograms:
+    """Exposes histograms as one metric, told apart by a label unless it is empty."""
+
+    def __init__(
+        self, registry: CollectorRegistry, name: str, text: str, label: str, values: Sequence[str],
+        bounds: Sequence[float],
+    ) -> None:  # fmt: skip
+        self._name, self._text = name, text
+        self.label_names = (label,) if label else ()
+        self.histograms = {value: LeanHistogram(bounds) for value in values}
+        registry.register(self)
+
+    def collect(self) -> Iterator[Metric]:
         family = HistogramMetricFamily(self._name, self._text, labels=self.label_names)
-        family.add_metric([self._label[1]] if self._label is not None else [], buckets, self._sum)
+        for value, histogram in self.histograms.items():
+            family.add_metric([value] if self.label_names else [], *histogram.sample())
         yield family
+
+
+def lean_histogram(
+    registry: CollectorRegistry, name: str, text: str, label: tuple[str, str] | None, bounds: Sequence[float]
+) -> LeanHistogram:
+    """A histogram without a label, or with one whose value is fixed."""
+    key, value = label or ("", "")
+    return _Histograms(registry, name, text, key, (value,), bounds).histograms[value]
+
+
+def lean_histograms(
+    registry: CollectorRegistry, name: str, text: str, label: str, values: Sequence[str], bounds: Sequence[float]
+) -> dict[str, LeanHistogram]:
+    """A histogram with a label, by its values."""
+    return _Histograms(registry, name, text, label, values, bounds).histograms
 
 
 def _bound_text(bound: float) -> str:

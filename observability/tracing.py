@@ -106,6 +106,9 @@ class RequestSpan:
     def sampled(self) -> bool:
         return self._span.get_span_context().trace_flags.sampled
 
+    def rename(self, name: str) -> None:
+        self._span.update_name(name)
+
     def set(self, attributes: Attributes) -> None:
         self._span.set_attributes(dict(attributes))
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from observability.lean_metrics import LeanHistogram
+from observability.lean_metrics import LeanHistogram, lean_histogram
 from scheduler.core.pools import QueueKey
 from scheduler.core.worker_state import WorkerState
 from shared.messages import Outcome
@@ -68,7 +68,7 @@ class SchedulerMetrics:
             return Histogram(name, text, MODEL, unit="seconds", buckets=buckets, registry=registry)
 
         def of_steps(name: str, text: str, buckets: tuple[float, ...]) -> LeanHistogram:
-            return LeanHistogram(registry, name, text, None, buckets)
+            return lean_histogram(registry, name, text, None, buckets)
 
         self._models: dict[str, ModelMetrics] = {}
         self._pools: dict[QueueKey, PoolMetrics] = {}

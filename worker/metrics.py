@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter
 
-from observability.lean_metrics import LeanHistogram, lean_counter, lean_counters, lean_gauge
+from observability.lean_metrics import LeanHistogram, lean_counter, lean_counters, lean_gauge, lean_histogram
 
 _STEP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4)
 _GAP_BUCKETS = (0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5)
@@ -20,7 +20,7 @@ class WorkerMetrics:
         def histogram(
             name: str, text: str, buckets: tuple[float, ...], label: tuple[str, str] | None = None
         ) -> LeanHistogram:
-            return LeanHistogram(registry, name, text, label, buckets)
+            return lean_histogram(registry, name, text, label, buckets)
 
         self.step_seconds = histogram(
             "headrace_step_seconds", "Duration of an iteration, from plan to sampled tokens", _STEP_BUCKETS

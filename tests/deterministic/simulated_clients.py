@@ -190,7 +190,7 @@ class Client:
         return self.outcome not in ("unborn", "open")
 
     async def go(self, dispatch: Dispatch, loop: NodeLoop) -> None:
-        flight = Flight(self.mesh.clock.monotonic(), dispatch._metrics)
+        flight = Flight(self.mesh.clock.monotonic(), dispatch._metrics.of(MODEL))
         report = PromptReport(self.ask.prompt) if self.ask.prompt_logprobs else None
         choices = [flight.add_choice(text) for text in self.texts]  # type: ignore[arg-type]
         if self.ask.leaves_s:

@@ -12,18 +12,17 @@ import dataclasses
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from in_process_bus import InProcessBus
 
-from gateway.answering import Gateway
 from gateway.config import GatewayConfig
-from gateway.dispatch import Dispatch
+from gateway.gateway import Gateway
 from gateway.metrics import GatewayMetrics
-from gateway.service import listen, run_gateway
-from gateway.tokenizer import PromptTokenizer
+from gateway.models import Models
+from gateway.service import listen, make_dispatch, run_gateway
 from observability.tracing import Tracing
 from shared.messages import (
     Cancel,
@@ -88,9 +87,13 @@ class FakeMesh:
     A request that is submitted again takes the place of its older attempts, and goes on behind its resumed tokens.
     """
 
-    def __init__(self, bus: InProcessBus) -> None:
+    def __init__(self, bus: InProcessBus, name: str = "default", models: Sequence[str] = ()) -> None:
+        """``models``: those that it serves; empty: the one that the tests' gateway has."""
         self.bus = bus
-        self.subjects = Subjects("default")
+        self.name = name
+        self.models = list(models)
+        self.adapters: dict[str, list[str]] = {}  # by model
+        self.subjects = Subjects(name)
         self.epoch = 7
         self.workers = 1
         self.script: Script = pseudo_random
@@ -135,7 +138,10 @@ class FakeMesh:
             raise
 
     async def beat(self) -> None:
-        models = [ModelInfo(MODEL, MAX_MODEL_LEN, VOCAB_SIZE, self.workers, **self.queue)]
+        models = [
+            ModelInfo(name, MAX_MODEL_LEN, VOCAB_SIZE, self.workers, adapters=self.adapters.get(name, []), **self.queue)
+            for name in self.models or [MODEL]
+        ]
         beat = SchedulerBeat("sched", self.epoch, models)
         await self.bus.publish(self.subjects.beat("scheduler", "sched"), encode(beat))
 
@@ -265,16 +271,25 @@ class FakeMesh:
 
 
 class RunningGateway:
-    """A gateway that serves in a thread. ``mesh`` may be set from the test; coroutines go through ``call``."""
+    """A gateway that serves in a thread. ``mesh`` may be set from the test; coroutines go through ``call``.
+
+    With a ``model`` or ``mesh`` among the options there may be several: ``meshes`` has those by name, ``mesh`` is the
+    first one.
+    """
 
     def __init__(
         self, folder: Path, tracing: Tracing | None = None, max_payload: int = 1 << 20, **options: Any
     ) -> None:
-        self.config = GatewayConfig(model=str(folder), served_model_name=MODEL, port=0, metrics_port=0, **options)
-        self.tokenizer = PromptTokenizer.load(str(folder))
+        options = {"model": f"{MODEL}={folder}", **options}
+        self.config = GatewayConfig(port=0, metrics_port=0, **options)
+        names = [source.name for source in self.config.sources]
+        self.metrics = GatewayMetrics(*names)
+        self.models = Models.load(self.config, self.metrics)
+        self.tokenizer = self.models.first.tokenizer
         self.bus = InProcessBus(max_payload)
-        self.mesh = FakeMesh(self.bus)
-        self.metrics = GatewayMetrics(MODEL)
+        served = [] if names == [MODEL] else names
+        self.meshes = {name: FakeMesh(self.bus, name, served) for name in self.config.meshes}
+        self.mesh = self.meshes[self.config.meshes[0]]
         self.losses = 0
         self.tracing = tracing or Tracing("gateway", "gw", "", 1.0)
         self.error: BaseException | None = None
@@ -291,7 +306,7 @@ class RunningGateway:
         self.stop()
         self._thread.join(15)
         assert not self._thread.is_alive(), "the gateway did not stop"
-        self.tokenizer.close()
+        self.models.close()
         if self.error is not None:
             raise self.error
 
@@ -313,7 +328,7 @@ class RunningGateway:
     def until(self, condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
         deadline = time.monotonic() + timeout_s
         while not condition():
-            for error in (self.error, self.mesh.error):
+            for error in (self.error, *(mesh.error for mesh in self.meshes.values())):
                 if error is not None:
                     raise AssertionError("the gateway or its mesh has ended") from error
             assert time.monotonic() < deadline, "the condition did not come true in time"
@@ -321,6 +336,11 @@ class RunningGateway:
 
     def metric(self, name: str, **labels: str) -> float:
         return self.metrics.registry.get_sample_value(name, labels) or 0.0
+
+    def takes_grammars(self) -> bool:
+        """As the mesh was last heard to say."""
+        info = self.gateway.dispatch.mesh.model(MODEL, time.monotonic())
+        return info is not None and info.grammars
 
     def decode(self, tokens: list[int]) -> str:
         return self.tokenizer._backend.decode(tokens, skip_special_tokens=True)
@@ -356,17 +376,19 @@ class RunningGateway:
         listener = listen("127.0.0.1", 0)
         self.port = listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        dispatch = Dispatch(self.config, self.bus, "gw", self.metrics, lambda: self.losses, self.tracing)
-        self.gateway = Gateway(self.config, dispatch, self.tokenizer, self.tracing, self.metrics)
-        await self.mesh.start()
-        fake = asyncio.create_task(self.mesh.run())
+        dispatch = make_dispatch(self.config, self.bus, "gw", self.metrics, lambda: self.losses, self.tracing)
+        self.gateway = Gateway(self.config, dispatch, self.models, self.tracing, self.metrics)
+        for mesh in self.meshes.values():
+            await mesh.start()
+        fakes = [asyncio.create_task(mesh.run()) for mesh in self.meshes.values()]
         self._started.set()
         try:
             await run_gateway(self.gateway, listener, self._stop, self.config.drain_grace_s, self._retire)
         finally:
-            fake.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await fake
+            for fake in fakes:
+                fake.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await fake
 
 
 @contextlib.contextmanager

@@ -132,7 +132,7 @@ def mesh_of(folder: Path) -> Iterator[Mesh]:
         for gateway in (mesh.first, mesh.other):
             gateway.mesh.script = script
             gateway.mesh.queue = {"grammars": True}
-            gateway.until(lambda gateway=gateway: gateway.gateway.model_info("").grammars)  # type: ignore[misc]
+            gateway.until(gateway.takes_grammars)
         yield mesh
 
 

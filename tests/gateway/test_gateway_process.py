@@ -67,6 +67,9 @@ def test_bad_flags_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_served_name(tmp_path: Path) -> None:
     (tmp_path / "my-model").mkdir()
-    assert GatewayConfig(model=str(tmp_path / "my-model")).model_name == "my-model"
-    assert GatewayConfig(model="org/name").model_name == "org/name"
-    assert GatewayConfig(model="org/name", served_model_name="x").model_name == "x"
+    for options, name in (
+        ({"model": str(tmp_path / "my-model")}, "my-model"),
+        ({"model": "org/name"}, "org/name"),
+        ({"model": "org/name", "served_model_name": "x"}, "x"),
+    ):
+        assert [source.name for source in GatewayConfig(**options).sources] == [name]

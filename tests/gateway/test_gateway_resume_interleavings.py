@@ -112,7 +112,7 @@ class World:
         self.scheduler = Scheduler(1)
         self.on_the_way: list[tuple[int, Any, asyncio.Future[bytes] | None]] = []  # (epoch, message, its reply)
         self.beat()
-        self.flight = Flight(time.monotonic(), self.metrics)
+        self.flight = Flight(time.monotonic(), self.metrics.of("m"))
         choices = []
         for choice in range(CHOICES):
             stops = ("<203>",) if choice == 1 else ()

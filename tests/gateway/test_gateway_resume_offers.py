@@ -97,7 +97,7 @@ class Mesh:
         self.cancels.append(cancel)
 
     def open(self, request_id: str, n: int = 1) -> Record:
-        flight = Flight(time.monotonic(), self.metrics)
+        flight = Flight(time.monotonic(), self.metrics.of("m"))
         choices = [flight.add_choice(NoText(NothingToDetokenise(), (), False, 0)) for _ in range(n)]
         submit = Submit(request_id, 1, "g", "m", pack_tokens([1]), Sampling(1, 8), 0, n=n)
         return self.dispatch.open(submit, Part(flight, choices))

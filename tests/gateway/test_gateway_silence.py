@@ -40,14 +40,14 @@ class Listening:
         self.dispatch = Dispatch(config, InProcessBus(), "g", self.metrics, lambda: self.losses)
         self.resumed: list[str] = []
         monkeypatch.setattr(
-            self.dispatch._offers, "resume", lambda record: self.resumed.append(record.submit.request_id)
+            self.dispatch.offers, "resume", lambda record: self.resumed.append(record.submit.request_id)
         )
         self.hear()
         self.dispatch.tick(100.0)
         self.flight = self.open("r")
 
     def open(self, request_id: str) -> Flight:
-        flight = Flight(100.0, self.metrics)
+        flight = Flight(100.0, self.metrics.of("m"))
         choice = flight.add_choice(NoText(NothingToDetokenise(), (), False, 0))
         submit = Submit(request_id, 1, "g", "m", pack_tokens([1]), Sampling(1, 8), 0)
         self.dispatch.open(submit, Part(flight, [choice])).accept(1)
@@ -151,7 +151,7 @@ def test_one_line_tells_of_many(listening: Listening, caplog: pytest.LogCaptureF
 
 def test_what_was_never_accepted_is_no_interrupted_request(listening: Listening) -> None:
     """Whoever offers it says in time that there is no scheduler."""
-    flight = Flight(100.0, listening.metrics)
+    flight = Flight(100.0, listening.metrics.of("m"))
     choice = flight.add_choice(NoText(NothingToDetokenise(), (), False, 0))
     submit = Submit("new", 1, "g", "m", pack_tokens([1]), Sampling(1, 8), 0)
     listening.dispatch.open(submit, Part(flight, [choice]))

@@ -190,7 +190,7 @@ def test_what_explodes_with_the_vocabulary_is_served_or_refused_at_once(
 
 def test_workers_that_take_no_grammars_are_told_of_with_a_400(http: httpx.Client, gw: RunningGateway) -> None:
     gw.mesh.queue = {"grammars": False}
-    gw.until(lambda: not gw.gateway.model_info("").grammars)
+    gw.until(lambda: not gw.takes_grammars())
     answer = http.post("/v1/completions", json={**PROMPT, "structured_outputs": {"regex": "a+"}})
     error = answer.json()["error"]
     assert (answer.status_code, error["param"], "retry-after" in answer.headers) == (400, "structured_outputs", False)

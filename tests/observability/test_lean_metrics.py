@@ -6,7 +6,7 @@ import random
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from observability.lean_metrics import LeanHistogram, lean_counter, lean_counters, lean_gauge
+from observability.lean_metrics import lean_counter, lean_counters, lean_gauge, lean_histogram, lean_histograms
 
 BOUNDS = (0.001, 0.01, 0.25, 1.0, 40.0)
 
@@ -21,24 +21,35 @@ def test_same_exposition_as_the_library() -> None:
     counter = Counter("x:tokens", "Tokens", ["model_name"], registry=library).labels("m")
     histogram = Histogram("x:seconds", "Seconds", ["model_name"], buckets=BOUNDS, registry=library).labels("m")
     lean_tokens = lean_counter(lean, "x:tokens", "Tokens", ("model_name", "m"))
-    lean_histogram = LeanHistogram(lean, "x:seconds", "Seconds", ("model_name", "m"), BOUNDS)
+    lean_one = lean_histogram(lean, "x:seconds", "Seconds", ("model_name", "m"), BOUNDS)
     assert exposed(lean) == exposed(library)
     rng = random.Random(0)
     for value in (*BOUNDS, *(rng.uniform(0, 60) for _ in range(100))):  # bounds are inclusive
         counter.inc(3)
         lean_tokens.value += 3
         histogram.observe(value)
-        lean_histogram.observe(value)
+        lean_one.observe(value)
     assert exposed(lean) == exposed(library)
 
 
 def test_without_a_label_too() -> None:
     library, lean = CollectorRegistry(), CollectorRegistry()
     histogram = Histogram("x_seconds", "Seconds", buckets=BOUNDS, registry=library)
-    lean_histogram = LeanHistogram(lean, "x_seconds", "Seconds", None, BOUNDS)
+    lean_one = lean_histogram(lean, "x_seconds", "Seconds", None, BOUNDS)
     for value in (0.5, 0.25, 100.0):
         histogram.observe(value)
-        lean_histogram.observe(value)
+        lean_one.observe(value)
+    assert exposed(lean) == exposed(library)
+
+
+def test_a_histogram_with_several_values_of_a_label() -> None:
+    library, lean = CollectorRegistry(), CollectorRegistry()
+    histogram = Histogram("x_seconds", "Seconds", ["model_name"], buckets=BOUNDS, registry=library)
+    lean_of = lean_histograms(lean, "x_seconds", "Seconds", "model_name", ("a", "b"), BOUNDS)
+    by_library = {model: histogram.labels(model) for model in ("a", "b")}
+    for model, value in (("a", 0.5), ("b", 0.25), ("a", 100.0)):
+        by_library[model].observe(value)
+        lean_of[model].observe(value)
     assert exposed(lean) == exposed(library)
 
 

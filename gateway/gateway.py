@@ -1,0 +1,142 @@
+"""What every request of this process shares: configuration, meshes, models, keys; who is in flight, who may come in."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+
+from gateway.access import Access
+from gateway.config import GatewayConfig
+from gateway.dispatch import Dispatch
+from gateway.errors import ApiError, unavailable
+from gateway.keys import Keyring
+from gateway.mesh_view import MOST_NAMED, PATIENCE_S
+from gateway.metrics import GatewayMetrics
+from gateway.models import Models, ServedModel, Target
+from gateway.router import Router
+from observability.tracing import Tracing
+from shared.messages import Outcome
+
+
+@dataclass(slots=True)
+class Gateway:
+    """``dispatch``: into its mesh, or a router over several."""
+
+    config: GatewayConfig
+    dispatch: Dispatch | Router
+    models: Models
+    tracing: Tracing
+    metrics: GatewayMetrics
+    keys: Keyring = field(init=False)  # those that the configuration names
+    draining: bool = False
+    in_flight: int = 0
+    working: int = 0  # of those in flight, the ones whose last bytes have not been handed to their connection
+    idle: asyncio.Event = field(default_factory=asyncio.Event)  # set whenever nothing is in flight
+
+    def __post_init__(self) -> None:
+        self.keys = Keyring(self.config.api_keys, self.config.api_key)
+        self.idle.set()
+        self.metrics.ready.set_function(lambda: float(self.why_not_ready() is None))
+
+    def enter(self, access: Access) -> None:
+        """A request has come."""
+        self.in_flight += 1
+        self.working += 1
+        access.counted = True
+        self.idle.clear()
+        self.metrics.in_flight.inc()
+
+    def give_back(self, access: Access, used_tokens: int = 0) -> None:
+        """What limits the requests at once is free again: before the last bytes are handed to the connection, since
+        whoever has them may ask again at once. Idempotent.
+        """
+        if access.counted:
+            access.counted = False
+            self.working -= 1
+        access.leave(used_tokens)
+
+    def leave(self) -> None:
+        """A request has ended, whichever way, and given back what it had."""
+        self.in_flight -= 1
+        self.metrics.in_flight.dec()
+        if not self.in_flight:
+            self.idle.set()
+
+    def check_open(self) -> None:
+        """A 503 while the gateway drains, a 429 with too many requests in flight. The caller has entered."""
+        if self.draining:
+            raise unavailable("the gateway is draining", Outcome.DRAINING.value)
+        if self.working > self.config.max_concurrent_requests:
+            raise ApiError(
+                429, f"more than {self.config.max_concurrent_requests} requests at once (--max-concurrent-requests)",
+                "rate_limit_error", code="too_many_requests", retry_after_s=1.0, outcome=Outcome.QUEUE_FULL.value,
+            )  # fmt: skip
+
+    def why_not_ready(self) -> str | None:
+        """None if a completion by some model can succeed now, else why none by the first one can."""
+        if self.draining:
+            return "the gateway is draining"
+        now_s = time.monotonic()
+        reasons = [self.dispatch.mesh.why_not_ready(name, now_s) for name in self.models.names]
+        return None if None in reasons else reasons[0]
+
+    def check_some_room(self, key: str) -> None:
+        """A 429 if the queue of every model is full, as last told: one of a request is not known yet."""
+        full: ApiError | None = None
+        for served in self.models:
+            try:
+                self.check_room(served.name, 1, 0, key)
+            except ApiError as error:
+                full = error
+            else:
+                return
+        assert full is not None
+        raise full
+
+    def check_room(self, model: str, sequences: int, tokens: int, key: str) -> None:
+        """A 429 if the model's queue, as last told, has no room for so many; nothing is left half admitted."""
+        self.dispatch.mesh.check_room(model, time.monotonic(), sequences, tokens, key)
+
+    def find(self, name: str) -> tuple[ServedModel, str]:
+        """The model and the adapter (empty: none) that a request's ``model`` names; a 404 for neither.
+
+        A model's own name comes first, then the adapters of the models in their order.
+        """
+        if not name:
+            return self.models.first, ""
+        served = self.models.get(name)
+        if served is not None:
+            return served, ""
+        now_s = time.monotonic()
+        for served in self.models:
+            if self.dispatch.mesh.knows_adapter(served.name, name, now_s):
+                return served, name
+        names = self.models.names
+        listed = ", ".join(map(repr, names[:MOST_NAMED])) + (", ..." if len(names) > MOST_NAMED else "")
+        raise ApiError(
+            404, f"the model {name[:256]!r} does not exist; {listed} {'is' if len(names) == 1 else 'are'} served",
+            param="model", code="model_not_found", outcome=Outcome.UNKNOWN_MODEL.value,
+        )  # fmt: skip
+
+    async def target(self, name: str) -> Target:
+        """What a request's ``model`` means, as the mesh describes it now; 404 for an unknown one, 503 while it cannot
+        be served. A mesh that was ready a moment ago is given a moment to be so again.
+        """
+        served, adapter = self.find(name)
+        mesh = self.dispatch.mesh
+        now_s = time.monotonic()
+        until_s = now_s + PATIENCE_S
+        while True:
+            reason = mesh.why_not_ready(served.name, now_s, adapter)
+            if self.draining:
+                raise unavailable("the gateway is draining", Outcome.DRAINING.value)
+            if reason is None:
+                break
+            if now_s >= until_s or not mesh.lately_ready(served.name, now_s, adapter):
+                raise unavailable(reason, Outcome.NO_WORKER.value)
+            await self.dispatch.next_beat(until_s - now_s)
+            now_s = time.monotonic()
+        info = mesh.model(served.name, now_s)
+        assert info is not None
+        return Target(served, info, adapter)
