@@ -72,6 +72,14 @@ class WorkerConfig(MeshConfig):
         check=at_least(16),
     )  # fmt: skip
     threads: int = option(0, "compute threads on a CPU; 0: as torch chooses", check=between(0, 1024))
+    transfer_host: str = option(
+        "",
+        "address at which other workers fetch this one's KV blocks, for migration and for prefill apart from decode; "
+        "auto: its own on the way to NATS; empty: nowhere. Blocks travel unencrypted, to who knows a key that beats tell",
+    )
+    transfer_port: int = option(
+        0, "port at which other workers fetch KV blocks; 0: any free one", check=between(0, 65535)
+    )  # fmt: skip
     metrics_host: str = option("127.0.0.1", "address of the metrics listener")
     metrics_port: int = option(9402, "port of the metrics listener; 0: any free one", check=between(0, 65535))
     drain_grace_s: float = option(30.0, "how long a stopping worker lets its sequences finish", check=at_least(0))

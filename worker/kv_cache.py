@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from kernels.contract import AttentionKernel, Geometry, LayerCache
@@ -195,6 +197,34 @@ class KVCache:
                     pool[target].copy_(pool[source])
                     copied += pool[source].numel() * pool.element_size()
         return copied
+
+
+def page_layout(layers: Sequence[LayerCache]) -> str:
+    """How keys and values lie within the pages of all layers: equal where a page's bytes mean the same."""
+    found: list[tuple[str, int]] = []
+    for layer in layers:
+        text = ", ".join(map(_laid_out, layer.tensors()))
+        if found and found[-1][0] == text:
+            found[-1] = text, found[-1][1] + 1
+        else:
+            found.append((text, 1))
+    return "; ".join(f"{count} x {text}" for text, count in found)
+
+
+def _laid_out(pool: torch.Tensor) -> str:
+    dtype = str(pool.dtype).removeprefix("torch.")
+    return f"{dtype} {list(pool.shape[1:])} by {list(pool.stride()[1:])} from {pool.storage_offset()}"
+
+
+def page_bytes_of(layers: Sequence[LayerCache]) -> list[npt.NDArray[np.uint8]]:
+    """Page memory on the host as bytes: uint8 ``[num_pages, n]`` for each piece of memory, which tensors may share."""
+    found: dict[int, npt.NDArray[np.uint8]] = {}
+    for pool in (pool for layer in layers for pool in layer.tensors()):
+        memory = pool.untyped_storage()
+        if memory.data_ptr() not in found:
+            whole = torch.empty(0, dtype=torch.uint8).set_(memory).numpy()
+            found[memory.data_ptr()] = whole.reshape(len(pool), pool.stride(0) * pool.element_size())
+    return list(found.values())
 
 
 def _host_pool(pool: torch.Tensor, blocks: int, pin: bool) -> torch.Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from shared.messages import MAX_EPOCH, Need, Reset, StepPlan
 
@@ -26,12 +27,24 @@ class Verdict:
     stale: bool = False  # of an older epoch or another incarnation: ignored and counted
 
 
+class Standing(NamedTuple):
+    """Where a worker stands."""
+
+    epoch: int  # highest seen
+    began: int  # first step since the last reset; 0: no reset has come in this epoch
+    executed: int  # last step since then whose result is known; 0: none
+
+
+NOWHERE = Standing(0, 0, 0)
+
+
 @dataclass(slots=True)
 class StepLedger:
     worker: str
     incarnation: int
     epoch: int = 0  # highest seen
     expected: int = 0  # next step to accept; 0: none, a reset must come first
+    standing: Standing = NOWHERE  # replaced as a whole: other threads look at it
     _began: int = 0  # first step of the batch: of one epoch, no two batches share it
     _results: OrderedDict[int, bytes] = field(default_factory=OrderedDict)
 
@@ -66,6 +79,8 @@ class StepLedger:
         if plan.epoch != self.epoch:
             return
         self._results[plan.step] = result
+        if plan.step >= self._began > 0:
+            self.standing = Standing(self.epoch, self._began, plan.step)
         while len(self._results) > KEPT_RESULTS:
             self._results.popitem(last=False)
 
@@ -73,4 +88,5 @@ class StepLedger:
         self.epoch = epoch
         self.expected = step
         self._began = step
+        self.standing = Standing(epoch, step, 0)
         self._results.clear()

@@ -42,6 +42,9 @@ class PageBook:
             forget(page, None)
         for _, _, page in plan.replaces:
             forget(page, None)
+        for fetch in plan.fetches:
+            for _, page in fetch.pages:
+                forget(page, None)
 
     def end(self, plan: StepPlan) -> None:
         """The plan has run to its end without a fault."""

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import math
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from observability.tracing import Tracing
 from shared.bus import Bus
 from shared.lifecycle import ServiceFault, end
 from shared.messages import (
     BadMessage,
+    Capacity,
+    Fetched,
     PageSnapshot,
     Reset,
     RollCall,
@@ -35,6 +42,8 @@ from worker.page_book import PageBook
 from worker.runner import Runner
 from worker.spans import WorkerSpans
 from worker.step_loop import Executed, StepLoop
+from worker.transfer.exchange import Exchange, Listening
+from worker.transfer.pages import HasPages
 
 if TYPE_CHECKING:
     from worker.parallel.followers import Followers
@@ -42,6 +51,10 @@ if TYPE_CHECKING:
 log = logging.getLogger("headrace.worker")
 
 BEAT_S = 0.5
+
+LINGER_S = 1.0
+"""How long a worker that stops stays after a sequence was taken from it, and after the last fetch from it: another
+worker may be about to go on there with what is here."""
 
 
 class WorkerService:
@@ -65,7 +78,11 @@ class WorkerService:
         self._ledger = StepLedger(name, incarnation)
         self._runner: Runner | None = None
         self._loop: StepLoop | None = None
+        self._capacity: Capacity | None = None
         self._followers: Followers | None = None
+        self._listening: Listening | None = None
+        self._exchange: Exchange | None = None
+        self._left_at = -math.inf  # monotonic s: when a sequence last left, and not by an end of its own
         self._event_loop = asyncio.get_running_loop()
         self._quiet = asyncio.Event()  # set by each step that leaves the batch empty
         self.draining = False
@@ -76,7 +93,11 @@ class WorkerService:
         return self._loop is not None and not self.draining
 
     async def listen(self) -> None:
-        """Subscribe and show up, before the model is loaded: the mesh sees a worker that is loading."""
+        """Subscribe and show up, before the model is loaded: the mesh sees a worker that is loading.
+
+        Raises StartupError if others are to fetch KV blocks where it can't listen.
+        """
+        self._listening = Listening(self._config)
         await self._step_bus.subscribe(self._subjects.step(self._name), self._on_plan)
         await self._bus.subscribe(self._subjects.roll_call, self._on_roll_call)
         await self._step_bus.flush()
@@ -93,10 +114,23 @@ class WorkerService:
             )
         self._runner = runner
         self._followers = followers
-        self._loop = StepLoop(runner, batch, self._ledger.current, self._deliver, self._answer_reset)
+        self._exchange = self._open_exchange(runner)
+        self._capacity = msgspec.structs.replace(capacity, transfer=self._exchange.addresses)
+        self._loop = StepLoop(
+            runner, batch, self._ledger.current, self._deliver, self._answer_reset, self._exchange.fetches
+        )  # fmt: skip
         self._loop.start()
         tell(STARTED)
         self._beat()
+
+    def _open_exchange(self, runner: Runner) -> Exchange:
+        # Of a model that is divided, each rank has its own heads' part of a page.
+        memory = runner.page_memory() if isinstance(runner, HasPages) and self._followers is None else None
+        listening = self._listening or Listening(self._config)
+        return Exchange(
+            self._name, self._incarnation, memory, listening, lambda: self._ledger.standing, self._call_loop,
+            self._answer_fetch, self._has_served,
+        )  # fmt: skip
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serve until ``stop``, then drain."""
@@ -113,20 +147,32 @@ class WorkerService:
         await self._out.drain()
         if self._loop is not None:
             await asyncio.to_thread(self._loop.stop)
+        if self._exchange is not None:
+            await asyncio.to_thread(self._exchange.close)
         if self._followers is not None:
             await asyncio.to_thread(self._followers.close)
 
     async def _drain(self) -> None:
         self.draining = True
         self._beat()
-        if self._loop is None or not self._loop.num_slots:
+        if self._loop is None:
             return
         self._quiet.clear()
         try:
             async with asyncio.timeout(self._config.drain_grace_s):
-                await self._quiet.wait()
+                if self._loop.num_slots:
+                    await self._quiet.wait()
+                await self._linger()
         except TimeoutError:
             log.warning("stopped with %d sequences unfinished", self._loop.num_slots)
+
+    async def _linger(self) -> None:
+        """Whoever has taken over a sequence may still be fetching its KV blocks, or be about to."""
+        while self._exchange is not None and (idle_s := self._exchange.idle_s()) is not None:
+            quiet_s = min(idle_s, time.monotonic() - self._left_at)
+            if quiet_s >= LINGER_S:
+                return
+            await asyncio.sleep(LINGER_S - quiet_s)
 
     # --- in ---------------------------------------------------------------------------------------------------------
 
@@ -191,6 +237,31 @@ class WorkerService:
         snapshot = encode(PageSnapshot(reset.epoch, self._name, self._incarnation, reset.step, *packed))
         self._event_loop.call_soon_threadsafe(self._send_snapshot, self._subjects.result(reset.epoch), snapshot)
 
+    def _call_loop(self, work: Callable[[], None]) -> None:
+        if self._loop is not None:
+            self._loop.call(work)
+
+    def _answer_fetch(self, fetched: Fetched) -> None:
+        """On the thread of the fetch."""
+        with contextlib.suppress(RuntimeError):  # the event loop is closed: the worker has stopped
+            self._event_loop.call_soon_threadsafe(self._send_fetched, fetched)
+
+    def _send_fetched(self, fetched: Fetched) -> None:
+        self._step_out.post(self._subjects.result(fetched.epoch), encode(fetched))
+        transport = fetched.transport or "none"
+        if fetched.reason:
+            self._metrics.fetch_failures.labels(transport).inc()
+        else:
+            self._metrics.fetched_bytes.labels(transport).inc(fetched.bytes)
+            self._metrics.fetch_seconds.labels(transport).observe(fetched.us / 1e6)
+
+    def _has_served(self, transport: str, count: int, refusal: str) -> None:
+        """On the thread of a connection."""
+        if refusal:
+            self._metrics.fetches_refused.inc()
+        else:
+            self._metrics.served_bytes.labels(transport).inc(count)
+
     def _send_snapshot(self, subject: str, snapshot: bytes) -> None:
         self._step_out.post(subject, snapshot)
         self._quiet.set()  # the batch is gone: whoever waits for its end need not any more
@@ -223,6 +294,8 @@ class WorkerService:
         self._metrics.batch_size.observe(len(executed.rows))
         self._metrics.iteration_tokens.observe(result.rows)
         self._metrics.kv_bytes_copied.value = result.kv_bytes_copied
+        if executed.dropped:
+            self._left_at = time.monotonic()
         if self._loop is not None:
             self._metrics.slots.value = self._loop.num_slots
             if not self._loop.num_slots:
@@ -243,11 +316,12 @@ class WorkerService:
             incarnation=self._incarnation,
             epoch=self._ledger.epoch,
             state=state,
-            capacity=self._runner.capacity if self._runner is not None else None,
+            capacity=self._capacity,
             step=loop.last_step if loop is not None else 0,
             executing=executing,
             executing_us=(time.monotonic_ns() - loop.executing_since_ns) // 1000 if loop and executing else 0,
             slots=loop.num_slots if loop is not None else 0,
+            fetched=self._exchange.fetches.unheard if self._exchange is not None else [],
         )
         self._out.post(self._subjects.beat("worker", self._name), encode(beat))
 

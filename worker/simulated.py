@@ -18,6 +18,7 @@ import numpy as np
 from shared.beams import candidates_wanted
 from shared.messages import Capacity, TokenLogprob
 from worker.batch import SCRATCH_PAGE, Batch, Row, Sampled, Slot, Step
+from worker.transfer.pages import Form, HostPages
 
 _MASK = (1 << 64) - 1
 
@@ -139,6 +140,10 @@ class SimulatedRunner:
         if left > 0:
             time.sleep(left)  # this is the model: the step takes as long as the device would
         return sampled
+
+    def page_memory(self) -> HostPages:
+        """See :class:`worker.transfer.pages.HasPages`."""
+        return HostPages(Form.of(self.capacity, "simulated"), [self._kv.view(np.uint8)])
 
     def _sample(self, batch: Batch, slot: Slot, state: int, position: int, sampled: Sampled) -> None:
         vocab_size = self.capacity.vocab_size

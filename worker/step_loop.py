@@ -18,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from shared.messages import Reset, StepPlan, StepResult, TokenEntry
 from worker.batch import Batch, Row, Sampled, Settled, Slot, Step
@@ -40,6 +41,14 @@ MOST_CHUNKS = 128
 """Chunks of one prompt that are remembered for its span."""
 
 
+@dataclass(slots=True, frozen=True)
+class _Call:
+    work: Callable[[], None]
+
+
+_Item = StepPlan | Reset | _Call
+
+
 @dataclass(slots=True)
 class Executed:
     """One executed step. ``entries`` are grouped by gateway; ``finished`` slots ended in this step; ``dropped`` ones
@@ -56,6 +65,18 @@ class Executed:
     skipped: bool = False  # with ``fault``: it did not run, since an earlier step had failed
 
 
+class Fetching(Protocol):
+    """Carries out what plans say of pages that come from other workers, on threads of its own."""
+
+    def begin(self, plan: StepPlan) -> None:
+        """Drop what ``plan`` drops and begin what it orders. Returns at once."""
+        ...
+
+    def end(self) -> None:
+        """End and forget all of it; nothing writes to a page any more once this returns."""
+        ...
+
+
 @dataclass(slots=True)
 class _InFlight:
     plan: StepPlan
@@ -66,23 +87,26 @@ class _InFlight:
     taken_ns: int  # perf_counter_ns, as all times here but began_ns
     began_ns: int  # unix
     staging_us: int  # while the device was idle; 0: it was not
+    fetching: bool  # what the plan says of fetches has begun
 
 
 class StepLoop:
     """``is_current`` is asked before a plan runs (fencing). ``deliver`` gets every executed step, ``answer`` each reset
-    that was carried out with what the pages still hold; both on this thread."""
+    that was carried out with what the pages still hold; both on this thread. Without ``fetching``, what plans say of
+    fetches is somebody else's."""
 
     def __init__(
         self, runner: Runner, batch: Batch, is_current: Callable[[StepPlan], bool], deliver: Callable[[Executed], None],
-        answer: Callable[[Reset, PageBook], None],
+        answer: Callable[[Reset, PageBook], None], fetching: Fetching | None = None,
     ) -> None:  # fmt: skip
         self._runner = runner
         self._batch = batch
         self._is_current = is_current
         self._deliver = deliver
         self._answer = answer
+        self._fetching = fetching
         self._pages = PageBook(batch.block_size, batch.num_blocks)
-        self._queue: queue.SimpleQueue[StepPlan | Reset | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=THREAD, daemon=True)
         self.executing = 0  # step being executed, 0 if none
         self.executing_since_ns = 0
@@ -107,6 +131,10 @@ class StepLoop:
         """Forget every slot before any plan put after this, and answer."""
         self._queue.put(reset)
 
+    def call(self, work: Callable[[], None]) -> None:
+        """Have this thread do it, between steps: it alone gives work to a device. From any thread."""
+        self._queue.put(_Call(work))
+
     def stop(self, timeout_s: float = 5.0) -> None:
         self._queue.put(None)
         self._thread.join(timeout_s)
@@ -117,7 +145,7 @@ class StepLoop:
             self._take(item)
         self._land_all()
 
-    def _next(self) -> StepPlan | Reset | None:
+    def _next(self) -> _Item | None:
         """What comes next from the bus. Meanwhile results leave as soon as they are there."""
         while self._in_flight:
             with contextlib.suppress(queue.Empty):
@@ -131,9 +159,14 @@ class StepLoop:
                 return self._queue.get(timeout=POLL_S)
         return self._queue.get()
 
-    def _take(self, item: StepPlan | Reset) -> None:
+    def _take(self, item: _Item) -> None:
+        if isinstance(item, _Call):
+            item.work()
+            return
         if isinstance(item, Reset):
             self._land_all()
+            if self._fetching is not None:
+                self._fetching.end()
             self._batch.clear()
             self.num_slots = 0
             self._broken = False
@@ -169,6 +202,9 @@ class StepLoop:
                 if not row.slot.first_row_ns:
                     row.slot.first_row_ns = began_ns
             staged = time.perf_counter_ns()
+            fetching = idle and not _moves_pages(step)
+            if fetching:
+                self._fetch(plan)
             flight = self._fly(step)
             if flight.needs_earlier:
                 self._land_all()
@@ -185,11 +221,17 @@ class StepLoop:
             return
         waited_us = (now - self._free_since) // 1000 if idle else 0
         staging_us = (staged - now) // 1000 if idle else 0
-        self._in_flight.append(_InFlight(plan, step, flight, dropped, waited_us, now, began_ns, staging_us))
+        self._in_flight.append(_InFlight(plan, step, flight, dropped, waited_us, now, began_ns, staging_us, fetching))
+
+    def _fetch(self, plan: StepPlan) -> None:
+        """Begin the plan's fetches. They write where earlier steps may have read and written, and where its own moves
+        of pages may: those are over by now."""
+        if self._fetching is not None and (plan.fetches or plan.drop_fetches):
+            self._fetching.begin(plan)
 
     def _fly(self, step: Step) -> Flight:
         runner = self._runner
-        if not (step.rows or step.copies or step.swap_outs or step.swap_ins):
+        if not (step.rows or _moves_pages(step)):
             return Landed(Sampled([]))
         if isinstance(runner, PipelinedRunner):
             return runner.launch(self._batch, step)
@@ -215,6 +257,11 @@ class StepLoop:
                 self._skip(later.plan)
             return
         self._pages.end(plan)
+        if not landing.fetching:
+            self._fetch(plan)
+        if self._in_flight and not self._in_flight[0].fetching and not _moves_pages(self._in_flight[0].step):
+            self._in_flight[0].fetching = True
+            self._fetch(self._in_flight[0].plan)
         for later in self._in_flight:  # it was staged before this one's pages were trusted
             self._pages.begin(later.plan)
         ended = time.perf_counter_ns()
@@ -244,7 +291,6 @@ class StepLoop:
         began = max(landing.taken_ns, self._free_since)  # it waited for the step before it
         busy_us = landing.flight.busy_us()
         busy_us = (ended - began) // 1000 if busy_us is None else busy_us + landing.staging_us
-        moves = step.swap_outs or step.swap_ins or step.copies
         result = StepResult(
             epoch=plan.epoch,
             worker=plan.worker,
@@ -259,7 +305,7 @@ class StepLoop:
             kv_bytes_copied=self._runner.kv_bytes_copied,
             wait_us=landing.waited_us,
             candidates=settled.candidates,
-            swap_us=landing.flight.swap_us if moves else 0,
+            swap_us=landing.flight.swap_us if _moves_pages(step) else 0,
         )
         dropped = [slot for slot in landing.dropped if not slot.ended]  # one may have ended in the step before
         began_ns = landing.began_ns + began - landing.taken_ns
@@ -280,6 +326,10 @@ class StepLoop:
     def _skip(self, plan: StepPlan) -> None:
         self.executing = 0
         self._deliver(_failed(plan, "the batch was lost in an earlier step; a reset must come first", skipped=True))
+
+
+def _moves_pages(step: Step) -> bool:
+    return bool(step.copies or step.swap_outs or step.swap_ins)
 
 
 def _is_done(flight: Flight) -> bool:

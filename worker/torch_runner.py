@@ -32,13 +32,23 @@ from worker.batch import Batch, Row, Sampled, Slot, Step
 from worker.config import WorkerConfig
 from worker.grammar import Grammars, load_engine_tokenizer
 from worker.heap import give_back
-from worker.kv_cache import KVCache, PoolSize, budget_bytes, bytes_per_token, pool_size_of_all, storage_dtype
+from worker.kv_cache import (
+    KVCache,
+    PoolSize,
+    budget_bytes,
+    bytes_per_token,
+    page_bytes_of,
+    page_layout,
+    pool_size_of_all,
+    storage_dtype,
+)
 from worker.linear import MIN_ROWS
 from worker.logprobs import describe, describe_prompt, log_probabilities
 from worker.model import LoadedModel, device_of, load_model
 from worker.processors import Shape
 from worker.sampling import SampleRow, sample
 from worker.self_check import rows_keep_their_bits
+from worker.transfer.pages import Form, HostPages
 
 log = logging.getLogger("headrace.worker.torch_runner")
 
@@ -175,6 +185,13 @@ class TorchRunner:
             self._sample(logits, rows, step.forks, sampled)
             self._sampling_s += (time.perf_counter_ns() - began) / 1e9
         return sampled
+
+    def page_memory(self) -> HostPages | None:
+        """See :class:`worker.transfer.pages.HasPages`."""
+        layers = self.cache.layers
+        if self.model.device.type != "cpu":
+            return None
+        return HostPages(Form.of(self.capacity, page_layout(layers)), page_bytes_of(layers))
 
     def phase_times(self) -> dict[str, float] | None:
         """Seconds of each phase of the passes since this was last asked; None where transformers' modules run."""
