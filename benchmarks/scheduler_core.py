@@ -34,7 +34,9 @@ def percentile(values: list[float], share: float) -> float:
 class Load:
     """A core with ``running`` sequences, fed so that the batch stays full."""
 
-    def __init__(self, running: int, waiting: int, max_tokens: int, pool_share: float, workers: int = 1) -> None:
+    def __init__(
+        self, running: int, waiting: int, max_tokens: int, pool_share: float, workers: int = 1, aged: bool = False
+    ) -> None:  # fmt: skip
         self.core = SchedulerCore(
             Limits(
                 max_num_seqs=running,
@@ -47,6 +49,7 @@ class Load:
         for name in self.names:
             self.core.worker_up(name, 1, Capacity("m", 1 << 20, BLOCK_SIZE, blocks, 32000, []), 0)
         self.max_tokens = max_tokens
+        self.at_once = running * workers if aged else 0  # the first ones are at all ages
         self.count = 0
         self.target = running * workers + waiting
         self.now = 0
@@ -56,6 +59,8 @@ class Load:
         while self.core.num_waiting + self.core.num_running + self.core.num_preempted < self.target:
             # Lengths differ, so that in steady state a few sequences end in each iteration rather than all in one.
             tokens = self.max_tokens - (self.count * 7919) % (self.max_tokens // 2)
+            if self.count < self.at_once:
+                tokens = 1 + (self.count * 7919) % tokens
             prompt = pack_tokens((self.count * 31 + place) % 32000 for place in range(PROMPT))
             submit = Submit(
                 f"r{self.count}", 1, "g", "m", prompt, Sampling(1, tokens, ignore_eos=True), self.count,
@@ -110,7 +115,7 @@ def measure(running: int, waiting: int, steps: int, max_tokens: int, pool_share:
 
 def measure_mesh(workers: int, running: int, steps: int) -> list[float]:
     """Microseconds (of this thread's CPU) of one worker's iteration, of ``workers`` that are nine tenths full."""
-    load = Load(running, 0, 400, 1.1, workers)
+    load = Load(running, 0, 400, 1.1, workers, aged=True)
     load.target = workers * running * 9 // 10
     core, took = load.core, []
     warm_up = 10

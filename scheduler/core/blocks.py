@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
+from scheduler.core.holders import Holders
+
 
 class BlockPool:
     """Ref-counted blocks with a content index (PagedAttention, SOSP 2023; automatic prefix caching as in vLLM)."""
@@ -28,6 +30,8 @@ class BlockPool:
         self.evictions = 0
         self.releases = 0  # how often blocks were given back
         self.num_shared = 0  # blocks with two references or more
+        self._name = ""
+        self._holders: Holders | None = None
 
     @property
     def num_free(self) -> int:
@@ -103,6 +107,8 @@ class BlockPool:
         if content not in self._by_hash and block not in self._hash_of:
             self._by_hash[content] = block
             self._hash_of[block] = self._news[block] = content
+            if self._holders is not None:
+                self._holders.add(content, self._name)
 
     def take_news(self) -> list[tuple[int, bytes]]:
         """Blocks with the content that was indexed for them since the last call, and still is."""
@@ -121,7 +127,23 @@ class BlockPool:
                 self._by_hash[content] = block
                 self._hash_of[block] = content
                 self._cached[block] = None
+                if self._holders is not None:
+                    self._holders.add(content, self._name)
         self._free = [block for block in self._free if block in free]
+
+    def tell(self, name: str, holders: Holders | None) -> None:
+        """Keep this pool's contents in an index of many pools, as those of ``name``; None: in none any more."""
+        if self._holders is not None:
+            for content in self._by_hash:
+                self._holders.discard(content, self._name)
+        self._name, self._holders = name, holders
+        if holders is not None:
+            for content in self._by_hash:
+                holders.add(content, name)
+
+    def contents(self) -> Iterable[bytes]:
+        """What is indexed here."""
+        return self._by_hash.keys()
 
     def holds(self, content: bytes) -> bool:
         """True if some block holds that content."""
@@ -142,8 +164,11 @@ class BlockPool:
         return sum(self._refs[block] == 0 for block in blocks)
 
     def _forget(self, block: int) -> None:
-        del self._by_hash[self._hash_of.pop(block)]
+        content = self._hash_of.pop(block)
+        del self._by_hash[content]
         self._news.pop(block, None)
+        if self._holders is not None:
+            self._holders.discard(content, self._name)
 
     def check(self, holders: Iterable[Iterable[int]]) -> None:
         """Raise AssertionError unless free + referenced + cached = total and references are those of ``holders``."""

@@ -14,6 +14,7 @@ from scheduler.core.admission import Admission
 from scheduler.core.beams import BeamSearch
 from scheduler.core.blocks import BlockPool
 from scheduler.core.events import Applied, CoreEvent, Ended, Failed
+from scheduler.core.fleet import Fleet
 from scheduler.core.held_planner import HeldBatchPlanner
 from scheduler.core.lengths import rank_of
 from scheduler.core.limits import Limits
@@ -84,8 +85,10 @@ class SchedulerCore(LosingState):
             worker.pool.adopt(cached)
         key = worker.serves
         if key not in self._queues:
-            self._queues[key] = QueueState(WaitingQueue(key, self.fairness, self.limits.priority_aging_ns))
+            queue = WaitingQueue(key, self.fairness, self.limits.priority_aging_ns)
+            self._queues[key] = QueueState(queue, Fleet(self.limits))
         self._queues[key].workers[name] = worker
+        self._note(worker)
         return events
 
     def submit(self, submit: Submit, now: int) -> SubmitReply:
@@ -128,6 +131,9 @@ class SchedulerCore(LosingState):
         if submit.sampling.beam_width:
             sequences[0].group = BeamGroup(BeamSearch(submit.sampling, eos), list(sequences))
             request.searches = True
+        if not sequences:
+            request.ended_ns = now
+            self._ended.append((now, submit.request_id))
         self.counters.submitted += 1
         self._created += len(sequences)
         if sequences:
@@ -200,11 +206,14 @@ class SchedulerCore(LosingState):
             else:
                 draft = self._continuous.draft(worker, queue, admit, self._placing(queue.key), now, events)
             if not draft.empty:
-                return draft.finish(self.epoch, now), events
+                plan = draft.finish(self.epoch, now)
+                self._note(worker)
+                return plan, events
             if worker.in_flight or not worker.trial:
                 break
             if trial:
                 self._end_trial(worker)  # there is no room for any of them
+        self._note(worker)
         return None, events
 
     def apply(self, result: StepResult, now: int) -> list[CoreEvent]:
@@ -233,6 +242,8 @@ class SchedulerCore(LosingState):
         self.counters.new_tokens += new_tokens
         if plan.trial:
             self._clear_suspects(worker)
+        self._unsettled[worker.name] = None
+        self._note(worker)
         worker.backlog = bool(worker.running or worker.preempted or self._queues[worker.serves].queue)
         events.append(Applied(worker.name, plan.step, new_tokens, plan.prefill_tokens, plan.padding_tokens, now))
         return events
@@ -242,8 +253,11 @@ class SchedulerCore(LosingState):
         horizon = now - self.limits.tombstone_ns
         for key in [key for key, at in self._tombstones.items() if at < horizon]:
             del self._tombstones[key]
-        for request_id in [r for r, req in self._requests.items() if req.live == 0 and req.ended_ns < horizon]:
-            del self._requests[request_id]
+        while self._ended and self._ended[0][0] < horizon:
+            _, request_id = self._ended.popleft()
+            request = self._requests.get(request_id)
+            if request is not None and not request.live and request.ended_ns < horizon:  # not in a later attempt
+                del self._requests[request_id]
         if self._suspects:
             self._suspects.expire(horizon, {request_id for request_id, req in self._requests.items() if req.live})
         events = self._drop_late(now)
@@ -269,22 +283,24 @@ class SchedulerCore(LosingState):
 
         Changes nothing, so a replay need not ask. A driver asks it when anything has come, and asks them for plans.
         """
+        names = list(names)
+        resting = {
+            name for name in names if not ((worker := self.workers[name]).has_work or worker.in_flight)
+        }  # fmt: skip
+        if not resting or self._suspects or self.policy.holds_batch:
+            return names
         first: dict[str, None] = {}
-        idle: set[str] = set()  # what would be asked in vain
         for key, state in self._queues.items():
-            queue = state.queue
-            if len(state.workers) < 2 or not queue or self.policy.holds_batch:
+            if not state.queue or resting.isdisjoint(state.workers):
                 continue
-            window = list(islice(queue.order(now), self.limits.backfill_window + 1))
+            window = list(islice(state.queue.order(now), self.limits.backfill_window + 1))
             placed, others = self._placing(key).first_asked(window, now)
             first.update(dict.fromkeys(placed))
-            if not (others or self._suspects or len(window) < len(queue)):
-                workers = state.workers.values()
-                idle.update(worker.name for worker in workers if not (worker.has_work or worker.in_flight))
-        names = list(names)
+            if others or len(window) < len(state.queue) or len(state.workers) < 2:
+                resting.difference_update(state.workers)
         known = set(names)
         asked = [name for name in first if name in known]
-        return asked + [name for name in names if name not in first and name not in idle]
+        return asked + [name for name in names if name not in first and name not in resting]
 
     def wake_at(self, worker_name: str, now: int) -> int | None:
         """When ``plan`` should be asked again although no input comes (the dynamic policy's window), or None."""
@@ -302,7 +318,7 @@ class SchedulerCore(LosingState):
 
     def _placing(self, key: QueueKey) -> Placing:
         state = self._queues[key]
-        return Placing(self.limits, self.lengths, state.workers.values(), len(state.queue))
+        return Placing(self.limits, self.lengths, state.fleet, len(state.queue))
 
     def _take_tokens(
         self, worker: WorkerState, plan: PlanInFlight, result: StepResult, now: int, events: list[CoreEvent]

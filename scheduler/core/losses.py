@@ -40,6 +40,7 @@ class LosingState(SearchingState):
             events += self._fail_rest(convicted, _verdict(reason), now)
         state = self._queues[worker.serves]
         del state.workers[name]
+        state.fleet.forget(name)
         state.worker_lost_ns = max(1, now)
         return events
 
@@ -47,6 +48,7 @@ class LosingState(SearchingState):
         """Admit nothing more to the worker; what runs there goes on."""
         if name in self.workers:
             self.workers[name].draining = True
+            self._note(self.workers[name])
 
     def hand_over(self, name: str, now: int) -> list[CoreEvent]:
         """Tell gateways to resume elsewhere what runs on a draining worker, as far as another worker can hold it."""

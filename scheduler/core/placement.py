@@ -1,26 +1,30 @@
-"""Which worker of a model a waiting sequence should go to. Pure, and read-only: nothing is bound before admission.
+"""Which worker of a queue a waiting sequence should go to. Pure, and read-only: nothing is bound before admission.
 
 A worker that plans looks at the queue in order and leaves a sequence to another worker only if that one could admit it
 now and is where it delays everybody least: itself until its first token and its end, and those that run there. A prefix
 that a worker holds, or is about to compute, counts as computed. A full worker holds nobody's place, and nobody is left
-to others for longer than some of their steps.
+to others for longer than some of their steps, nor for a gain that waiting for them takes back.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 from functools import lru_cache
 
+from scheduler.core.fleet import HOLDERS, Fleet, Form, Load, delay_us
 from scheduler.core.lengths import OutputLengths
 from scheduler.core.limits import Limits
 from scheduler.core.sequence import Sequence as CoreSequence
-from scheduler.core.sequence import Status, pages_for
+from scheduler.core.sequence import pages_for
 from scheduler.core.worker_state import WorkerState
 
 TIE_SHARE = 0.5
 """Of the time that the whole prompt takes: workers whose delays differ by less are equal, and the content decides."""
+
+STEPS_WAITED = 1
+"""Of its own: how long what is left to a worker with a plan in flight is taken to wait for the next one. Who could take
+it at once keeps it unless that one is better by more."""
 
 PATIENCE_STEPS = 4
 LEAST_PATIENCE_NS = 20_000_000
@@ -28,65 +32,12 @@ MOST_PATIENCE_NS = 1_000_000_000
 """How long a sequence is left to others in all: so many steps of the one it is left to, within these limits."""
 
 MOST_CHOICES = 64
-MOST_SCORES = 1024
-"""Sequences that one look chooses a worker for, fewer where that compares many workers. Of what waits behind them the
-worker takes its share: as many as bring it level with the others if all of them do."""
-
-UNMEASURED = (100.0, 10_000.0, 50.0)
-"""Microseconds of a prompt token, a decode step and a row in it, as long as no worker of the model has run any. Only
-their ratios count."""
+"""Sequences that one look chooses a worker for. Of what waits behind them the worker takes its share: as many as bring
+it level with the others if all of them do."""
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
-
-
-@dataclass(slots=True)
-class Load:
-    """A worker as placement sees it, with what this look has left to it so far."""
-
-    worker: WorkerState
-    slots: int  # free
-    free: int  # blocks for prompts, less what those that run are expected to grow by
-    rows: int  # sequences that run
-    queued: int = 0  # prompt tokens that a newcomer's would wait for or share the budget with
-    idle: bool = True  # nothing runs: what is left to it may have every block
-    token_us: float = UNMEASURED[0]
-    step_us: float = UNMEASURED[1]
-    row_us: float = UNMEASURED[2]
-    form: tuple[str, str, int, int, int] = ("", "", 0, 0, 0)  # equal ones hold the same, in blocks of the same hashes
-    computes: dict[bytes, list[list[bytes]]] = field(default_factory=dict)  # first block -> chains being computed
-
-    def hits(self, chain: list[bytes]) -> int:
-        """Blocks of ``chain`` that the worker holds, or will when it has computed what was given to it."""
-        if not chain:
-            return 0
-        found = _depth(chain, self.worker.pool.holds)
-        for other in self.computes.get(chain[0], ()):
-            found = max(found, _common(chain, other))
-        return found
-
-    def has_room(self, blocks: int, hits: int) -> bool:
-        """True if ``blocks`` would do, as far as can be told without looking through all that runs there."""
-        return (blocks if self.idle else blocks - hits) <= self.free
-
-    def give(self, sequence: CoreSequence, chain: list[bytes], hits: int) -> None:
-        """Count the sequence among the worker's own from now on."""
-        size = self.worker.capacity.block_size
-        self.slots -= max(1, sequence.submit.sampling.beam_width)
-        self.free -= pages_for(len(sequence.tokens), size) - hits
-        self.rows += 1
-        self.queued += len(sequence.tokens) - hits * size
-        self.idle = False
-        if chain:
-            self.computes.setdefault(chain[0], []).append(chain)
-
-
-def delay_us(load: Load, rest: int, outputs: int) -> float:
-    """What it costs all together if a sequence with ``rest`` prompt tokens to compute and ``outputs`` expected tokens
-    runs there: its own time until its first token and until its end, and what those that run lose by it."""
-    own = rest * load.token_us
-    until_first = load.queued * load.token_us + own + load.step_us
-    return until_first + outputs * (load.step_us + load.row_us) + load.rows * (own + outputs * load.row_us)
+_NO_CHAIN: list[bytes] = []
 
 
 def rendezvous(content: bytes, key: int) -> int:
@@ -110,40 +61,40 @@ def patience_ns(load: Load) -> int:
 
 
 class Placing:
-    """One look at a queue, in its order. ``workers`` are those of its model."""
+    """One look at a queue, in its order. What it leaves to a worker counts among that one's load until it ends."""
 
-    def __init__(
-        self, limits: Limits, lengths: OutputLengths, workers: Iterable[WorkerState], waiting: int
-    ) -> None:  # fmt: skip
+    def __init__(self, limits: Limits, lengths: OutputLengths, fleet: Fleet, waiting: int) -> None:
         self._limits = limits
+        self._lengths = lengths
+        self._fleet = fleet
         self._waiting = waiting
         self._choices = 0
         self._level = 0
         self.spent = False  # the worker that looks has its share, and no choice is left
-        self._lengths = lengths
-        self._workers = list(workers)
-        self._made: list[Load] | None = None
-        self._chains: dict[tuple[CoreSequence, bytes], list[bytes]] = {}
-        self._names: list[str] = []
+        self._own = ""  # the worker that looks
+        self._touched: dict[str, Load] = {}  # loads of this look alone: its own worker's, and those given something
+        self._computing: dict[bytes, list[str]] = {}  # first block -> some that were given a sequence with it
 
     def leaves(self, worker: WorkerState, sequence: CoreSequence, now: int, refused: bool = False) -> bool:
         """True if ``worker`` should leave the sequence to another one. ``refused``: it has no room for it itself."""
-        if len(self._workers) == 1:
+        if len(self._fleet) < 2:
             return False
-        own = next((load for load in self._loads if load.worker is worker), None)
-        if refused and own is not None:
+        if not self._choices:
+            self._begin(worker)
+        own = self._touched[worker.name]
+        if refused:
             own.slots = 0
         self._choices += 1
-        if self._choices > min(MOST_CHOICES, MOST_SCORES // max(1, len(self._loads))):
-            if refused or own is None:
+        if self._choices > MOST_CHOICES:
+            if refused:
                 return False
             self.spent = own.rows >= self._level and _patient(sequence, own, now)
             if not self.spent:
                 self._give(own, sequence)
             return self.spent
-        chosen = self.choose(sequence)
+        chosen = self._choose(sequence, own)
         if chosen is None or chosen is own or not _patient(sequence, chosen, now):
-            if own is not None and not refused:
+            if not refused:
                 self._give(own, sequence)
             return False
         if not sequence.left_since:
@@ -156,133 +107,116 @@ class Placing:
         names: dict[str, None] = {}
         others = False
         for sequence in queue:
-            chosen = self.choose(sequence)
+            chosen = self._choose(sequence, None)
             if chosen is None:
                 others = True
+                if not self._fleet.loads:
+                    break
                 continue
             others = others or not _patient(sequence, chosen, now)
             self._give(chosen, sequence)
             names[chosen.worker.name] = None
         return list(names), others
 
-    def choose(self, sequence: CoreSequence) -> Load | None:
-        """Where the sequence should go, of the workers that could admit it now; None if none could."""
+    def _begin(self, worker: WorkerState) -> None:
+        """The worker that looks counts as it stands now: it was last noted before its plan began."""
+        fleet = self._fleet
+        own = self._touched[worker.name] = fleet.load_now(worker)
+        noted = fleet.loads.get(worker.name)
+        rows = fleet.rows + own.rows - (noted.rows if noted is not None else 0)
+        self._level = -(-(rows + self._waiting) // (len(fleet.loads) + (noted is None)))
+        self._own = worker.name
+
+    def _choose(self, sequence: CoreSequence, keeper: Load | None) -> Load | None:
+        """Where the sequence should go, of the workers that could admit it now; None if none could. ``keeper`` looks,
+        and could take it at once."""
+        if self._limits.placement == "round-robin":
+            return self._in_turn(sequence)
         width = max(1, sequence.submit.sampling.beam_width)
-        known: dict[tuple[str, str, int, int, int], tuple[int, list[bytes]]] = {}
         able: list[tuple[Load, int]] = []
-        for load in self._loads:
+        known: dict[Form, tuple[int, list[bytes]]] = {}
+        form: Form | None = None
+        blocks, chain = -1, _NO_CHAIN
+        for load in self._compared(sequence):
             if load.slots < width:
                 continue
-            if load.form not in known:
-                fits = load.worker.can_hold(sequence)
-                blocks = pages_for(len(sequence.tokens), load.worker.capacity.block_size) if fits else -1
-                known[load.form] = blocks, self._chain(load, sequence)
-            blocks, chain = known[load.form]
+            if load.form != form:
+                form = load.form
+                if form not in known:
+                    known[form] = _needs(load, sequence)
+                blocks, chain = known[form]
             if blocks >= 0 and load.has_room(blocks, held := load.hits(chain)):
                 able.append((load, held))
         if len(able) < 2:
             return able[0][0] if able else None
-        if self._limits.placement == "round-robin":
-            turn = sequence.number % len(self._names)
-            order = {name: place for place, name in enumerate(self._names[turn:] + self._names[:turn])}
-            return min((load for load, _ in able), key=lambda load: order[load.worker.name])
         if self._limits.placement == "least-loaded":
             return min((load for load, _ in able), key=lambda load: (load.rows, load.worker.name))
-        return self._by_delay(sequence, able)
+        return self._by_delay(sequence, able, keeper)
 
-    def _by_delay(self, sequence: CoreSequence, able: Sequence[tuple[Load, int]]) -> Load:
+    def _compared(self, sequence: CoreSequence) -> Iterable[Load]:
+        loads, touched = self._fleet.loads, self._touched
+        if self._fleet.holders is None:
+            return {**loads, **touched}.values() if touched else loads.values()
+        any_of = next(iter(loads.values()), None)
+        chain = any_of.worker.prompt_chain(sequence) if any_of is not None else _NO_CHAIN
+        names = self._fleet.likely(chain, sequence.number)
+        if self._own:
+            names[self._own] = None
+        if chain:
+            names.update(dict.fromkeys(self._computing.get(chain[0], ())))
+        return [touched.get(name) or loads[name] for name in names]
+
+    def _in_turn(self, sequence: CoreSequence) -> Load | None:
+        names = self._fleet.names
+        turn = sequence.number % max(1, len(names))
+        for name in (*names[turn:], *names[:turn]):
+            load = self._touched.get(name) or self._fleet.loads.get(name)
+            if load is not None and load.slots >= max(1, sequence.submit.sampling.beam_width):
+                blocks, chain = _needs(load, sequence)
+                if blocks >= 0 and load.has_room(blocks, load.hits(chain)):
+                    return load
+        return None
+
+    def _by_delay(self, sequence: CoreSequence, able: list[tuple[Load, int]], keeper: Load | None) -> Load:
         tokens = len(sequence.tokens)
         outputs = self._lengths.left_at(0.5, sequence.generated, sequence.submit.sampling.max_tokens)
-        delays = [
-            delay_us(load, tokens - held * load.worker.capacity.block_size, outputs) for load, held in able
-        ]  # fmt: skip
+        delays = []
+        for load, held in able:
+            delay = delay_us(load, tokens - held * load.worker.capacity.block_size, outputs)
+            if load.waits and load is not keeper:
+                delay += STEPS_WAITED * load.step_us
+            delays.append(delay)
         least = min(delays)
-        tie = TIE_SHARE * tokens * able[delays.index(least)][0].token_us
-        equal = [load for (load, _), delay in zip(able, delays, strict=True) if delay <= least + tie]
+        most = least + TIE_SHARE * tokens * able[delays.index(least)][0].token_us
+        equal = [load for (load, _), delay in zip(able, delays, strict=True) if delay <= most]
         if len(equal) == 1:
             return equal[0]
-        chain = self._chain(equal[0], sequence)
+        if keeper is not None and keeper.waits and any(load is keeper for load in equal):
+            return keeper
+        chain = equal[0].worker.prompt_chain(sequence)
         content = chain[0] if chain else hashlib.blake2b(sequence.request_id.encode(), digest_size=8).digest()
         return max(equal, key=lambda load: (rendezvous(content, key_of(load.worker.name)), load.worker.name))
 
     def _give(self, load: Load, sequence: CoreSequence) -> None:
-        chain = self._chain(load, sequence)
-        load.give(sequence, chain, load.hits(chain))
-
-    def _chain(self, load: Load, sequence: CoreSequence) -> list[bytes]:
-        key = sequence, load.worker.root_of(sequence.submit.cache_salt)
-        if key not in self._chains:
-            self._chains[key] = load.worker.prompt_chain(sequence)
-        return self._chains[key]
-
-    @property
-    def _loads(self) -> list[Load]:
-        """Of the workers that take newcomers now."""
-        if self._made is None:
-            self._names = sorted(worker.name for worker in self._workers if not worker.draining)
-            self._made = [
-                load_of(worker, slots)
-                for worker in self._workers
-                if not (worker.draining or worker.trial or worker.preempted or worker.full_look)
-                and (slots := self._limits.batch_slots(worker.capacity) - worker.occupied) > 0
-            ]
-            _share_speeds(self._made, self._workers)
-            if self._made:
-                self._level = -(-(sum(load.rows for load in self._made) + self._waiting) // len(self._made))
-        return self._made
+        name = load.worker.name
+        mine = self._touched.get(name)
+        if mine is None:
+            mine = self._touched[name] = load.copy()
+        chain = mine.worker.prompt_chain(sequence)
+        mine.give(sequence, chain, mine.hits(chain))
+        if chain and self._fleet.holders is not None:
+            some = self._computing.setdefault(chain[0], [])
+            if len(some) < HOLDERS and name not in some:
+                some.append(name)
 
 
-def load_of(worker: WorkerState, slots: int) -> Load:
-    """A worker's load as it stands, with ``slots`` free."""
-    rows = len(worker.running)
-    load = Load(worker, slots, worker.pool.num_free, rows, idle=not rows)
-    capacity, total = worker.capacity, worker.pool.num_blocks
-    load.form = capacity.dtype, capacity.kv_dtype, capacity.block_size, capacity.max_model_len, total
-    if rows:
-        load.free -= rows + worker.expected_growth
-        load.queued = worker.prompts_left + sum(plan.prefill_tokens for plan in worker.in_flight)
-        for one in worker.prefilling:
-            if one.chain and one.status is Status.RUNNING and one.remaining > 1:
-                load.computes.setdefault(one.chain[0], []).append(one.chain)
-    return load
-
-
-def _share_speeds(loads: Sequence[Load], workers: Sequence[WorkerState]) -> None:
-    """Each worker's speed as learned; one that has run nothing is expected to be as quick as the others."""
-    speeds = {worker.name: speed for worker in workers if (speed := worker.speed_us()) is not None}
-    mean = UNMEASURED
-    if 0 < len(speeds) < len(workers):
-        token, step, row = (sum(values) / len(speeds) for values in zip(*speeds.values(), strict=True))
-        mean = token, step, row
-    for load in loads:
-        load.token_us, load.step_us, load.row_us = speeds.get(load.worker.name, mean)
+def _needs(load: Load, sequence: CoreSequence) -> tuple[int, list[bytes]]:
+    """(blocks that workers like this one need for the sequence, the hashes of their contents); -1: it never fits."""
+    worker = load.worker
+    if not worker.can_hold(sequence):
+        return -1, _NO_CHAIN
+    return pages_for(len(sequence.tokens), worker.capacity.block_size), worker.prompt_chain(sequence)
 
 
 def _patient(sequence: CoreSequence, chosen: Load, now: int) -> bool:
     return not sequence.left_since or now - sequence.left_since < patience_ns(chosen)
-
-
-def _depth(chain: Sequence[bytes], holds: Callable[[bytes], bool]) -> int:
-    """How many leading blocks are held. By bisection: a block goes before the one that it follows."""
-    if not holds(chain[0]):
-        return 0
-    low, high = 1, len(chain)
-    while low < high:
-        middle = (low + high + 1) // 2
-        if holds(chain[middle - 1]):
-            low = middle
-        else:
-            high = middle - 1
-    return low
-
-
-def _common(one: Sequence[bytes], other: Sequence[bytes]) -> int:
-    """How many leading blocks are equal. Hashes are chained: what is equal at a place is so up to it."""
-    low, high = 0, min(len(one), len(other))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if one[middle - 1] == other[middle - 1]:
-            low = middle
-        else:
-            high = middle - 1
-    return low

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 
 from scheduler.core.events import Counters
 from scheduler.core.fairness import VirtualTokenCounters
+from scheduler.core.fleet import Fleet
 from scheduler.core.lengths import OutputLengths
 from scheduler.core.limits import Limits
 from scheduler.core.pools import PoolRules, QueueKey
@@ -32,6 +34,7 @@ class QueueState:
     """The queue of one pool of a model that has ever had a worker, and the pool's workers."""
 
     queue: WaitingQueue
+    fleet: Fleet  # the pool's workers as placement sees them
     workers: dict[str, WorkerState] = field(default_factory=dict)
     rate: ServiceRate = field(default_factory=ServiceRate)
     worker_lost_ns: int = 0  # when it last lost a worker; 0: since then everything that waits was seen to fit another
@@ -56,6 +59,8 @@ class CoreState:
         self._rules = PoolRules.parse(limits.pools, limits.pool_overflow, limits.pool_lend)
         self._queues: dict[QueueKey, QueueState] = {}
         self._requests: dict[str, RequestState] = {}
+        self._ended: deque[tuple[int, str]] = deque()  # (when, request) of those without a live sequence, in order
+        self._unsettled: dict[str, None] = {}  # workers of which results came since tenants' counters were up to date
         self._tombstones: dict[tuple[str, int], int] = {}  # (request, attempt) cancelled before its submit -> when
         self._created = 0  # sequences
         self._deadlines: dict[int, Sequence] = {}  # live sequences with a deadline, in order of submit
@@ -156,13 +161,17 @@ class CoreState:
             assert state.queue.key == key
             assert [*state.workers] == [name for name, one in self.workers.items() if one.serves == key]
             assert all(self.workers[name] is one for name, one in state.workers.items())
+            assert state.fleet.workers == state.workers
+            state.fleet.check()
         assert waiting == self.num_waiting
 
     def _settle_service(self) -> None:
         """Bring the tenants' counters up to date. Output is charged when somebody looks, not token by token."""
-        for worker in self.workers.values():
-            for sequence in worker.sequences():
-                self._charge(sequence)
+        for name in self._unsettled:
+            if name in self.workers:
+                for sequence in self.workers[name].sequences():
+                    self._charge(sequence)
+        self._unsettled.clear()
 
     def _charge(self, sequence: Sequence) -> None:
         generated = sequence.generated
@@ -200,9 +209,14 @@ class CoreState:
 
     def _unpin(self, head: Sequence) -> None:
         """The head is blocked no more: no worker keeps what its cache holds of it."""
-        for worker in self.workers.values():
-            if worker.pinned_for is head:
-                worker.unpin()
+        if head.home.blocked is head:
+            for worker in self.workers.values():
+                if worker.pinned_for is head:
+                    worker.unpin()
+
+    def _note(self, worker: WorkerState) -> None:
+        """Something has changed with the worker that placement goes by."""
+        self._queues[worker.serves].fleet.note(worker)
 
     def _leave(self, sequence: Sequence) -> None:
         """Take a live sequence out of wherever it is; a slot it has is dropped by the next plan."""
@@ -234,6 +248,7 @@ class CoreState:
         else:
             worker.preempted.remove(sequence)
             worker.release_host(sequence)
+        self._note(worker)
 
     def _end(self, sequence: Sequence, reason: str, now: int, status: Status = Status.ENDED) -> None:
         sequence.become(status)
@@ -245,3 +260,4 @@ class CoreState:
         request.live -= 1
         if request.live == 0:
             request.ended_ns = now
+            self._ended.append((now, sequence.request_id))

@@ -10,16 +10,9 @@ from hypothesis import strategies as st
 from mesh_in_a_box import MS, Box, capacity, prompt_of, request
 from test_core_properties import hold, seeded
 
+from scheduler.core.fleet import Load, delay_us
 from scheduler.core.limits import PLACEMENTS, Limits
-from scheduler.core.placement import (
-    LEAST_PATIENCE_NS,
-    MOST_PATIENCE_NS,
-    Load,
-    delay_us,
-    key_of,
-    patience_ns,
-    rendezvous,
-)
+from scheduler.core.placement import LEAST_PATIENCE_NS, MOST_PATIENCE_NS, key_of, patience_ns, rendezvous
 from scheduler.core.sequence import Lack
 from shared.messages import Capacity
 
@@ -105,7 +98,7 @@ def test_nothing_is_left_to_others_for_longer_than_the_bound() -> None:
         box.now += MS
         assert box.now - since <= MOST_PATIENCE_NS
     assert second.worker == other and box.now - since >= LEAST_PATIENCE_NS
-    assert box.now - since <= patience_ns(Load(box.core.workers[holder], 1, 1, 0)) + MS
+    assert box.now - since <= patience_ns(Load(box.core.workers[holder], 1, 0)) + MS
     box.run()
     box.assert_tokens_right()
 
@@ -154,12 +147,12 @@ def test_a_worker_that_joins_moves_only_what_it_gets(n: int, contents: set[bytes
 def test_what_a_sequence_costs_grows_with_what_it_adds_and_with_who_is_there() -> None:
     box = Box(workers=1)
     worker = box.core.workers["w0"]
-    usual = Load(worker, 4, 40, rows=4, queued=100)
+    usual = Load(worker, 4, rows=4, queued=100)
     cost = delay_us(usual, 50, 20)
     assert delay_us(usual, 40, 20) < cost < delay_us(usual, 50, 30)
-    assert delay_us(Load(worker, 4, 40, rows=3, queued=100), 50, 20) < cost
-    assert delay_us(Load(worker, 4, 40, rows=4, queued=90), 50, 20) < cost
-    assert delay_us(Load(worker, 4, 40, rows=4, queued=100, token_us=50), 50, 20) < cost
+    assert delay_us(Load(worker, 4, rows=3, queued=100), 50, 20) < cost
+    assert delay_us(Load(worker, 4, rows=4, queued=90), 50, 20) < cost
+    assert delay_us(Load(worker, 4, rows=4, queued=100, token_us=50), 50, 20) < cost
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)

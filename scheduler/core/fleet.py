@@ -1,0 +1,279 @@
+"""The workers of one queue as placement sees them: what each has left for a newcomer, how busy it is, what it holds.
+
+Noted worker by worker, after its plans and its results, so that a look at the queue need not go through all of them:
+it compares a few, however many there are. Pure.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import dataclass, field
+
+from scheduler.core.holders import Holders, depth_held
+from scheduler.core.limits import Limits
+from scheduler.core.sequence import Sequence as CoreSequence
+from scheduler.core.sequence import Status, pages_for
+from scheduler.core.worker_state import WorkerState
+
+UNMEASURED = (100.0, 10_000.0, 50.0)
+"""Microseconds of a prompt token, a decode step and a row in it, as long as no worker of the model has run any. Only
+their ratios count."""
+
+COMPARED = 16
+"""Workers that one choice compares: all, if there are no more of them. Else some of those that hold most of the
+prompt, of the least busy (a few at random are nearly as good as all: Mitzenmacher, IEEE TPDS 2001) and the roomiest."""
+
+HOLDERS, ROOMY = 6, 2
+"""Of those, how many of the first and of the last kind."""
+
+EQUALLY_BUSY = 1.125
+"""Times the least: up to there a worker is as good as the least busy one."""
+
+USUAL_PROMPT, USUAL_OUTPUT = 512, 128
+"""Tokens of the newcomer by whose delay workers are ordered."""
+
+_CAUGHT_UP = 4
+"""Workers without a speed of their own that are told the others' at each note."""
+
+Form = tuple[str, str, int, int, int, tuple[str, ...]]
+
+
+@dataclass(slots=True)
+class Load:
+    """One worker; in a look, with what that has left to it so far."""
+
+    worker: WorkerState
+    slots: int  # free
+    rows: int  # sequences that run
+    kept: int = 0  # free blocks that are not for newcomers: what those that run are expected to grow by
+    queued: int = 0  # prompt tokens that a newcomer's would wait for or share the budget with
+    idle: bool = True  # nothing runs: what is left to it may have every block
+    waits: bool = False  # a plan is in flight: a newcomer waits for the next one
+    token_us: float = UNMEASURED[0]
+    step_us: float = UNMEASURED[1]
+    row_us: float = UNMEASURED[2]
+    form: Form = ("", "", 0, 0, 0, ())  # equal ones hold the same, in blocks of the same hashes
+    computes: dict[bytes, list[list[bytes]]] = field(default_factory=dict)  # first block -> chains being computed
+    weight: float = 0.0  # what the fleet orders it by
+    room: int = 0  # blocks for prompts, as it was noted
+
+    def hits(self, chain: list[bytes]) -> int:
+        """Blocks of ``chain`` that the worker holds, or will when it has computed what was given to it."""
+        found = depth_held(chain, self.worker.pool.holds)
+        if chain and self.computes:
+            for other in self.computes.get(chain[0], ()):
+                found = max(found, _common(chain, other))
+        return found
+
+    def has_room(self, blocks: int, hits: int) -> bool:
+        """True if ``blocks`` would do, as far as can be told without looking through all that runs there."""
+        return (blocks if self.idle else blocks - hits) + self.kept <= self.worker.pool.num_free
+
+    def copy(self) -> Load:
+        """To be given sequences in one look."""
+        own = copy(self)
+        own.computes = {first: list(chains) for first, chains in self.computes.items()}
+        return own
+
+    def give(self, sequence: CoreSequence, chain: list[bytes], hits: int) -> None:
+        """Count the sequence among the worker's own from now on."""
+        tokens, size = len(sequence.tokens), self.worker.capacity.block_size
+        self.slots -= max(1, sequence.submit.sampling.beam_width)
+        self.kept += pages_for(tokens, size) - hits
+        self.rows += 1
+        self.queued += tokens - hits * size
+        self.idle = False
+        if chain:
+            self.computes.setdefault(chain[0], []).append(chain)
+
+
+def delay_us(load: Load, rest: int, outputs: int) -> float:
+    """What it costs all together if a sequence with ``rest`` prompt tokens to compute and ``outputs`` expected tokens
+    runs there: its own time until its first token and until its end, and what those that run lose by it."""
+    own = rest * load.token_us
+    until_first = load.queued * load.token_us + own + load.step_us
+    return until_first + outputs * (load.step_us + load.row_us) + load.rows * (own + outputs * load.row_us)
+
+
+class Fleet:
+    """``loads`` has those that take newcomers now, as they stood when they were last noted."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self.workers: dict[str, WorkerState] = {}
+        self.names: list[str] = []  # of all that are not draining, in order
+        self.loads: dict[str, Load] = {}
+        self.rows = 0  # of those
+        self.least_busy: list[tuple[float, str]] = []  # they in order: by the delay of a usual newcomer, or by rows
+        self.roomiest: list[tuple[int, str]] = []  # they by blocks for prompts, the roomiest last
+        self.holders: Holders | None = None  # kept where not all are compared
+        self._speeds: dict[str, tuple[float, float, float]] = {}
+        self._total = _NOTHING  # of those
+        self._unmeasured: dict[str, None] = {}  # of those in ``loads``
+
+    def __len__(self) -> int:
+        return len(self.workers)
+
+    def note(self, worker: WorkerState) -> None:
+        """The worker is there, or something has changed with it."""
+        if self.workers.get(worker.name) is not worker:
+            self._join(worker)
+        elif len(self.workers) > 1:  # alone it is compared with nobody
+            self._note(worker)
+
+    def forget(self, name: str) -> None:
+        """The worker is gone."""
+        worker = self.workers.pop(name, None)
+        if worker is None:
+            return
+        if name in self.names:
+            self.names.remove(name)
+        self._leave(name)
+        self._count_speed(name, None)
+        worker.pool.tell("", None)
+        if self.holders is not None and len(self.workers) <= COMPARED:
+            for one in self.workers.values():
+                one.pool.tell("", None)
+            self.holders = None
+
+    def load_now(self, worker: WorkerState) -> Load:
+        """The load of a worker that looks at the queue, whatever it was when it was noted."""
+        load = _load_of(worker, self._limits.batch_slots(worker.capacity) - worker.occupied)
+        load.token_us, load.step_us, load.row_us = self._speeds.get(worker.name) or self._usual_speed()
+        return load
+
+    def likely(self, chain: list[bytes], number: int) -> dict[str, None]:
+        """Of many workers, some among which the best for a sequence with this ``chain`` is likely to be. ``number``
+        decides where several are alike."""
+        busy, some = self.least_busy, COMPARED - HOLDERS - ROOMY
+        if not busy:
+            return {}
+        found = self.holders.best(chain, HOLDERS, number, self.loads.__contains__) if self.holders is not None else {}
+        for _, name in self.roomiest[-ROOMY:]:
+            found[name] = None
+        alike = min(len(busy), max(some, bisect_right(busy, (busy[0][0] * EQUALLY_BUSY, ""))))
+        for place in range(some):
+            found[busy[(number + place * alike // some) % alike][1]] = None
+        return found
+
+    def check(self) -> None:
+        """Raise AssertionError unless the orders and the index agree with what they are made from."""
+        assert self.least_busy == sorted((load.weight, name) for name, load in self.loads.items())
+        assert self.roomiest == sorted((load.room, name) for name, load in self.loads.items())
+        assert self.loads.keys() <= self.workers.keys() and set(self.names) <= self.workers.keys()
+        assert self.rows == sum(load.rows for load in self.loads.values())
+        assert (self.holders is not None) == (len(self.workers) > COMPARED)
+        if self.holders is not None:
+            held: dict[bytes, list[str]] = {}
+            for name, worker in self.workers.items():
+                for content in worker.pool.contents():
+                    held.setdefault(content, []).append(name)
+            assert len(held) == len(self.holders)
+            assert all(sorted(names) == sorted(self.holders.of(content)) for content, names in held.items())
+
+    def _join(self, worker: WorkerState) -> None:
+        self.forget(worker.name)
+        self.workers[worker.name] = worker
+        insort(self.names, worker.name)
+        if self.holders is not None:
+            worker.pool.tell(worker.name, self.holders)
+        elif len(self.workers) > COMPARED:
+            self.holders = Holders()
+            for one in self.workers.values():
+                one.pool.tell(one.name, self.holders)
+        if len(self.workers) == 2:
+            for one in self.workers.values():
+                self._note(one)
+        elif len(self.workers) > 2:
+            self._note(worker)
+
+    def _note(self, worker: WorkerState) -> None:
+        name = worker.name
+        if worker.draining and name in self.names:
+            self.names.remove(name)
+        speed = worker.speed_us()
+        self._count_speed(name, speed)
+        self._leave(name)
+        slots = self._limits.batch_slots(worker.capacity) - worker.occupied
+        if slots > 0 and not (worker.draining or worker.trial or worker.preempted or worker.full_look):
+            self._enter(_load_of(worker, slots), speed)
+        if speed is not None:
+            for other in list(self._unmeasured)[:_CAUGHT_UP]:
+                load = self.loads[other]
+                self._leave(other)
+                self._enter(load, None)
+
+    def _enter(self, load: Load, speed: tuple[float, float, float] | None) -> None:
+        name = load.worker.name
+        load.token_us, load.step_us, load.row_us = speed or self._usual_speed()
+        if self._limits.placement == "least-loaded":
+            load.weight = load.rows
+        else:
+            load.weight = delay_us(load, USUAL_PROMPT, USUAL_OUTPUT)
+        load.room = load.worker.pool.num_free - load.kept
+        if speed is None:
+            self._unmeasured[name] = None
+        self.loads[name] = load
+        self.rows += load.rows
+        insort(self.least_busy, (load.weight, name))
+        insort(self.roomiest, (load.room, name))
+
+    def _leave(self, name: str) -> None:
+        load = self.loads.pop(name, None)
+        if load is not None:
+            self._unmeasured.pop(name, None)
+            self.rows -= load.rows
+            del self.least_busy[bisect_left(self.least_busy, (load.weight, name))]
+            del self.roomiest[bisect_left(self.roomiest, (load.room, name))]
+
+    def _count_speed(self, name: str, speed: tuple[float, float, float] | None) -> None:
+        before, now = self._speeds.pop(name, _NOTHING), speed or _NOTHING
+        if speed is not None:
+            self._speeds[name] = speed
+        token, step, row = self._total if self._speeds else _NOTHING
+        if self._speeds:
+            token, step, row = token + now[0] - before[0], step + now[1] - before[1], row + now[2] - before[2]
+        self._total = token, step, row
+
+    def _usual_speed(self) -> tuple[float, float, float]:
+        """One that has run nothing is expected to be as quick as the others."""
+        count = len(self._speeds)
+        if not count:
+            return UNMEASURED
+        token, step, row = self._total
+        return token / count, step / count, row / count
+
+
+def _load_of(worker: WorkerState, slots: int) -> Load:
+    """A worker's load as it stands, with ``slots`` free."""
+    rows = len(worker.running)
+    load = Load(worker, slots, rows, idle=not rows, waits=bool(worker.in_flight))
+    capacity = worker.capacity
+    load.form = (
+        capacity.dtype, capacity.kv_dtype, capacity.block_size, capacity.max_model_len, worker.pool.num_blocks,
+        tuple(capacity.adapters),
+    )  # fmt: skip
+    if rows:
+        load.kept = rows + worker.expected_growth
+        load.queued = worker.prompts_left + sum(plan.prefill_tokens for plan in worker.in_flight)
+        for one in worker.prefilling:
+            if one.chain and one.status is Status.RUNNING and one.remaining > 1:
+                load.computes.setdefault(one.chain[0], []).append(one.chain)
+    return load
+
+
+def _common(one: Sequence[bytes], other: Sequence[bytes]) -> int:
+    """How many leading blocks are equal. Hashes are chained: what is equal at a place is so up to it."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[middle - 1] == other[middle - 1]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+_NOTHING = (0.0, 0.0, 0.0)
