@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gateway.mesh_view import is_full
-from shared.messages import ModelInfo, Submit
+from shared.messages import ModelInfo, PoolInfo, Submit
 
 EQUAL_WAITS_S = 0.25  # beats of a queue that changes come so often
 LEAST_RATE = 0.1  # sequences per second that a queue is believed to serve, if it has served none yet
@@ -26,22 +26,23 @@ class Candidate:
     """A mesh whose scheduler is heard and that has a ready worker for the request."""
 
     name: str
-    info: ModelInfo  # of the request's model there
-    fits: bool = True  # the request is no longer than the mesh takes
+    workers: int  # ready ones
+    wait_s: float = 0.0  # expected
+    fits: bool = True  # it takes requests of such a length, and has the pool that is asked for
     full: bool = False  # its queue has no room for the request
-
-    @property
-    def wait_s(self) -> float:
-        return self.info.waiting / max(self.info.service_rate, LEAST_RATE)
 
 
 def candidate(name: str, info: ModelInfo, submit: Submit) -> Candidate:
+    """``info``: of the request's model in the mesh ``name``."""
+    queue: ModelInfo | PoolInfo = info
+    if submit.pool:
+        queue = next((pool for pool in info.pools if pool.name == submit.pool), info)
     sampling, prompt = submit.sampling, len(submit.prompt) // 4  # packed uint32
     sequences = 1 if sampling.beam_width else submit.n
     tokens = prompt + sampling.max_tokens * (sampling.beam_width or submit.n)
-    return Candidate(
-        name, info, prompt + sampling.max_tokens <= info.max_model_len, is_full(info, sequences, tokens)
-    )  # fmt: skip
+    fits = prompt + sampling.max_tokens <= info.max_model_len and (not submit.pool or queue is not info)
+    wait_s = queue.waiting / max(queue.service_rate, LEAST_RATE)
+    return Candidate(name, queue.workers, wait_s, fits, is_full(queue, sequences, tokens))
 
 
 def content_of(submit: Submit) -> bytes:
@@ -70,4 +71,4 @@ def _weight(one: Candidate, content: bytes) -> float:
     """-workers / ln u with u uniform in (0, 1): the greatest is one's with the probability of its share of workers."""
     digest = hashlib.blake2b(content + one.name.encode("utf-8", "surrogatepass"), digest_size=8).digest()
     u = (int.from_bytes(digest) + 0.5) / 2**64
-    return -max(1, one.info.workers) / math.log(u) if u < 1.0 else math.inf
+    return -max(1, one.workers) / math.log(u) if u < 1.0 else math.inf

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gateway.errors import invalid, queue_full
-from shared.messages import MAX_EPOCH, ModelInfo, SchedulerBeat
+from shared.messages import MAX_EPOCH, ModelInfo, PoolInfo, SchedulerBeat
 from shared.retry import retry_after_s
 
 NO_WORKER = "no ready worker serves"
@@ -107,10 +107,10 @@ class MeshView:
         return tuple(info.name for info in self._beat.models if info.workers > 0)
 
 
-def is_full(info: ModelInfo, sequences: int, tokens: int) -> bool:
-    """Whether its queue, as last told, has no room for so many more, with ``tokens`` in all."""
-    return 0 < info.max_waiting < info.waiting + sequences or (
-        0 < info.max_waiting_tokens < info.waiting_tokens + max(tokens, sequences) and info.waiting_tokens > 0
+def is_full(queue: ModelInfo | PoolInfo, sequences: int, tokens: int) -> bool:
+    """Whether a queue, as last told, has no room for so many more, with ``tokens`` in all."""
+    return 0 < queue.max_waiting < queue.waiting + sequences or (
+        0 < queue.max_waiting_tokens < queue.waiting_tokens + max(tokens, sequences) and queue.waiting_tokens > 0
     )
 
 

@@ -18,6 +18,7 @@ from gateway.request_schemas import (
 )  # fmt: skip
 from gateway.response_schemas import SCHEMAS, ref
 from shared.messages import ModelInfo
+from shared.pool_name import POOL_NAME
 
 _ERRORS = {
     400: "the body, a field, or a length is not acceptable",
@@ -36,7 +37,7 @@ _ERRORS = {
 _ALWAYS = (400, 401, 405, 408, 431, 500)  # any request may end so, before a route sees it
 _BODY = (*_ALWAYS, 404, 413, 415, 429, 503)
 _SECONDS = "^(|0{0,4}[1-9][0-9]{0,4}([.][0-9]{1,9})?|0{1,9}[.][0-9]{0,7}[1-9])$"  # empty: as if it were absent
-_POOL = "^[A-Za-z0-9._-]{0,64}$"
+_POOL = f"^({POOL_NAME})?$"
 _KEY = "^[!-~]{1,255}$"
 _EVENT_ID = "^([0-9a-f]{16}-[0-9]{1,11}-[0-9]{1,10}([.][0-9]{1,10}){1,128})?$"  # only those that were sent are taken
 _RETRY_LATER = {"Retry-After": {"schema": {"type": "integer", "minimum": 1}, "description": "seconds"}}

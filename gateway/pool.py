@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import re
-
 from starlette.types import Scope
 
 from gateway.errors import invalid
 from gateway.responses import header
-
-_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+from shared.pool_name import is_pool_name
 
 
 def pool_of(scope: Scope) -> str:
     """The pool's name, empty if none is asked for. A bad one is a 400; an unknown one the scheduler refuses."""
     asked = header(scope, b"x-headrace-pool").strip()
-    if asked and not _NAME.fullmatch(asked):
-        raise invalid("the header X-Headrace-Pool must be 1 to 64 of A-Z a-z 0-9 . _ -")
+    if problem := is_pool_name(asked):
+        raise invalid(f"the header X-Headrace-Pool {problem}")
     return asked
