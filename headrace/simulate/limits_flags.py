@@ -19,6 +19,8 @@ _UNITS = {
 }
 """Options of the scheduler service -> the limit that each sets, and its nanoseconds."""
 
+_LISTS = ("pools", "pool_overflow", "pool_lend")
+
 
 class _InNs(argparse.Action):
     """Stores seconds or milliseconds as the limit's nanoseconds."""
@@ -34,10 +36,13 @@ class _InNs(argparse.Action):
 
 
 def canonical(name: str, value: str) -> tuple[str, Any]:
-    """``("target_itl_ms", "30")`` -> ``("target_itl_ns", 30_000_000)``; any other name and value as they are.
+    """``("target_itl_ms", "30")`` -> ``("target_itl_ns", 30_000_000)``; any other name and value as they are, but that
+    ``/`` stands for the comma between pools.
 
     Raises ConfigError if the value is no finite number.
     """
+    if name in _LISTS:
+        return name, value.replace("/", ",")
     if name not in _UNITS:
         return name, value
     limit, unit = _UNITS[name]

@@ -18,6 +18,7 @@ from headrace.simulate.hardware import GPUS, MODELS, UnknownHardware
 from headrace.simulate.limits_flags import add_limit_flags, canonical, changed, fields
 from headrace.simulate.report import Slo, table
 from headrace.simulate.scenario import SIMULATED_LIMITS, Run, Scenario, run
+from headrace.simulate.worker_pools import pools_of
 from headrace.simulate.workload import ARRIVALS, LENGTHS, Lengths, Request, prefixed, stream, uniform
 from scheduler.policies.batching import BATCHING_POLICIES
 from shared.config import ConfigError, Parser
@@ -40,6 +41,7 @@ def parser() -> Parser:
     add("--gpu", default="a100-80", help=f"{', '.join(GPUS)} {shown}")
     add("--tp", type=int, default=1, help=f"GPUs that share the model, tensor parallelism {shown}")
     add("--workers", type=int, default=1, help=f"workers, each a whole model {shown}")
+    add("--worker-pools", default="", metavar="NAME=COUNT,...", help="pools that they are in (default: all in one)")
     add("--block-size", type=int, default=16, help=f"tokens in a KV block {shown}")
     add("--max-model-len", type=int, default=8192, help=f"longest prompt and output together, in tokens {shown}")
     add("--kv-tokens", type=int, default=0, help="size of the KV pool (default: 0, what the card has left)")
@@ -182,8 +184,8 @@ _LEAST = {
 _OF_WORKLOAD = {"uniform": ("prompt_len", "output_len"), "prefix": ("prefixes", "prefix_len")}
 
 _OPTIONS: dict[str, type] = {
-    "model": str, "gpu": str, "tp": int, "workers": int, "block_size": int, "max_model_len": int, "kv_tokens": int,
-    "host_tokens": int, "t0_ms": float, "bus_us": float, "policy": str, "baseline": str,
+    "model": str, "gpu": str, "tp": int, "workers": int, "worker_pools": str, "block_size": int, "max_model_len": int,
+    "kv_tokens": int, "host_tokens": int, "t0_ms": float, "bus_us": float, "policy": str, "baseline": str,
 }  # fmt: skip
 """Options that make the scenario and may differ between variants, beside the limits."""
 
@@ -220,6 +222,7 @@ def _check_numbers(values: dict[str, Any]) -> None:
 
 def _check_scenario(own: dict[str, Any]) -> None:
     _check_numbers(own)
+    pools_of(own["workers"], own["worker_pools"])
     if 0 < own["kv_tokens"] < own["block_size"]:
         raise ConfigError(f"--kv-tokens: {own['kv_tokens']} is less than one block of {own['block_size']} tokens")
 

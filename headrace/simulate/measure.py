@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from headrace.simulate.worker import Executed, Ints, Population
 from scheduler.core.core import SchedulerCore
@@ -81,6 +82,8 @@ class Measurements:
     finished_ns: int = 0  # when the last sequence ended
     worst_head_wait_ns: int = 0
     refused: dict[str, int] = field(default_factory=dict)
+    watched: npt.NDArray[np.bool_] | None = None  # sequences whose gaps are counted apart, too
+    watched_gaps: GapHistogram = field(default_factory=GapHistogram)
 
     def __post_init__(self) -> None:
         size = self.population.size
@@ -127,6 +130,8 @@ class Measurements:
             if not len(gaps):
                 return
             widest = int(gaps.max())
+        if self.watched is not None:
+            self.watched_gaps.add(gaps[self.watched[numbers]])
         if widest == narrowest:
             self.gaps.add_equal(widest, len(gaps))
         else:

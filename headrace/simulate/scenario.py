@@ -8,6 +8,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import msgspec
+import numpy as np
+
 from headrace.simulate.baselines import BASELINES
 from headrace.simulate.engine import Simulation, simulated_capacity
 from headrace.simulate.hardware import Deployment, gpu_named, model_named
@@ -15,6 +18,7 @@ from headrace.simulate.measure import Measurements
 from headrace.simulate.report import Figures, Slo, figures
 from headrace.simulate.step_time import Roofline, StepTime
 from headrace.simulate.worker import Population, SimulatedWorker
+from headrace.simulate.worker_pools import pools_of
 from headrace.simulate.workload import Request
 from scheduler.core.core import SchedulerCore
 from scheduler.core.limits import Limits
@@ -30,6 +34,7 @@ class Scenario:
     gpu: str = "a100-80"
     tp: int = 1
     workers: int = 1
+    worker_pools: str = ""  # their pools, see headrace.simulate.worker_pools
     block_size: int = 16
     max_model_len: int = 8192
     kv_tokens: int = 0  # 0: what the card has left (see Deployment)
@@ -63,8 +68,11 @@ def run(
     scenario: Scenario, requests: Sequence[Request], variant: str = "", *, concurrency: int = 0,
     progress: Callable[[int, int], None] | None = None, on_plan: Callable[[StepPlan], None] | None = None,
     step_time: StepTime | None = None, until_s: float = 0, drain: bool = True,
+    watch: Callable[[Request], bool] | None = None,
 ) -> Run:  # fmt: skip
     """Simulate ``requests``, to their ends, or for ``until_s`` virtual seconds, or until none is left to submit.
+
+    Gaps between the tokens of those that ``watch`` picks are counted apart, too (``Measurements.watched_gaps``).
 
     Raises UnknownHardware if the model does not fit, Stalled if the scheduler is stuck.
     """
@@ -75,11 +83,16 @@ def run(
     population = Population(requests)
     core = scenario.core()
     timing = step_time or Roofline(deployment, scenario.t0_ms)
-    workers = [SimulatedWorker(f"w{index}", capacity, timing, population) for index in range(scenario.workers)]
+    workers = [
+        SimulatedWorker(f"w{index}", msgspec.structs.replace(capacity, pool=pool), timing, population)
+        for index, pool in enumerate(pools_of(scenario.workers, scenario.worker_pools))
+    ]
     simulation = Simulation(
         core, workers, population, bus_ns=int(scenario.bus_us * 1e3), concurrency=concurrency, progress=progress,
         on_plan=on_plan,
     )  # fmt: skip
+    if watch is not None:
+        simulation.measured.watched = np.array([watch(request) for request in requests], bool)[population.request_of]
     with _without_gc():
         measured = simulation.run(int(until_s * 1e9), drain)
     return Run(figures(variant, core, measured, scenario.slo), measured, core)
