@@ -63,6 +63,7 @@ class PlanSender:
         self._planned = planned
         self._loop = asyncio.get_running_loop()
         self.links: dict[str, WorkerLink] = {}
+        self._open: dict[str, None] = {}  # workers that a plan may go to now: none is due at a time of its own
         self.closed = False
 
     def close(self) -> None:
@@ -71,7 +72,12 @@ class PlanSender:
         for link in self.links.values():
             link.close()
 
+    def add(self, worker: str, link: WorkerLink) -> None:
+        self.links[worker] = link
+        self._open[worker] = None
+
     def forget(self, worker: str) -> None:
+        self._open.pop(worker, None)
         link = self.links.pop(worker, None)
         if link is not None:
             link.close()
@@ -86,19 +92,20 @@ class PlanSender:
         link.resends = 0
         while link.sent and link.sent[0][0] <= result.step:
             link.sent.popleft()
+        self._note(result.worker, link)
 
     def pump_all(self) -> None:
         """Something may have come: every worker that may have something to plan is asked, as long as any has.
 
         What one takes can turn what waits behind it to another that was asked before.
         """
-        asked = list(self.links)
+        asked = list(self._open)
         while asked:
-            idle = {worker for worker in asked if not self.links[worker].sent}
-            for worker in self._core.whom_to_ask(asked, time.monotonic_ns()) if len(self.links) > 1 else asked:
+            idle = sum(not self.links[worker].sent for worker in asked)
+            for worker in self._core.whom_to_ask(asked, time.monotonic_ns()):
                 self.pump(worker)
-            left = [worker for worker in idle if worker in self.links and not self.links[worker].sent]
-            asked = sorted(left) if len(self.links) > 1 and len(left) < len(idle) else []
+            left = [worker for worker in asked if worker in self.links and not self.links[worker].sent]
+            asked = left if len(self.links) > 1 and len(left) < idle else []
 
     def pump(self, worker: str) -> None:
         """Send the worker what it should have now, and set the timer for what it should have later.
@@ -116,6 +123,15 @@ class PlanSender:
             predicted_s = self._core.workers[worker].predicted_us / 1e6
             due = link.step_began + predicted_s - max(MARGIN_S, MARGIN_SHARE * predicted_s)
             link.timer = self._loop.call_later(max(0.0, due - time.monotonic()), self._on_timer, worker)
+        self._note(worker, link)
+
+    def _note(self, worker: str, link: WorkerLink) -> None:
+        if self.links.get(worker) is not link:
+            return
+        if not link.sent or (link.timer is None and len(link.sent) < self._run_ahead):
+            self._open[worker] = None
+        else:
+            self._open.pop(worker, None)
 
     def _on_timer(self, worker: str) -> None:
         link = self.links.get(worker)
@@ -124,6 +140,8 @@ class PlanSender:
         link.timer = None
         if len(link.sent) < self._run_ahead and self._send_plan(worker, link):
             self.pump(worker)
+        else:
+            self._note(worker, link)
 
     def _wake_later(self, worker: str, link: WorkerLink) -> None:
         now = time.monotonic_ns()

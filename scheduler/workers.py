@@ -156,7 +156,7 @@ class Workers:
         now = time.monotonic_ns()
         capacity, step = greeting.capacity, greeting.step
         context.carry_out(context.core.worker_up(worker, greeting.incarnation, capacity, now, step, cached))
-        context.plans.links[worker] = WorkerLink(greeting.incarnation, time.monotonic(), step, greeting.reset)
+        context.plans.add(worker, WorkerLink(greeting.incarnation, time.monotonic(), step, greeting.reset))
         log.info(
             "worker %s is ready: %s, %d blocks%s", worker, capacity.model, capacity.num_blocks,
             f", {len(cached):,} of them with a prefix cache from before" if cached else "",

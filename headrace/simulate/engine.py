@@ -58,6 +58,7 @@ class Simulation:
         self._population = population
         self._requests = population.requests
         self._links = {worker.name: _Link(worker) for worker in workers}
+        self._ready = dict.fromkeys(self._links)  # those that a plan may go to now: no timer is set for one
         self._bus_ns = bus_ns
         self._concurrency = concurrency
         self._progress = progress
@@ -193,13 +194,13 @@ class Simulation:
             self._at(self.now + TICK_NS, self._tick)
 
     def _pump_all(self) -> None:
-        asked = list(self._links)
+        asked = list(self._ready)
         while asked:
-            idle = [name for name in asked if not self._links[name].sent]
-            for name in self.core.whom_to_ask(asked, self.now) if len(self._links) > 1 else asked:
+            idle = sum(not self._links[name].sent for name in asked)
+            for name in self.core.whom_to_ask(asked, self.now):
                 self._pump(self._links[name])
-            left = [name for name in idle if not self._links[name].sent]
-            asked = left if len(left) < len(idle) and len(self._links) > 1 else []
+            left = [name for name in asked if not self._links[name].sent]
+            asked = left if len(left) < idle and len(self._links) > 1 else []
 
     def _pump(self, link: _Link) -> None:
         if not link.sent and not self._send_plan(link):
@@ -213,11 +214,20 @@ class Simulation:
             due = link.step_began + predicted_ns - max(MARGIN_S * 1e9, MARGIN_SHARE * predicted_ns)
             link.timer = True
             self._at(max(self.now, int(due)), self._on_timer, link)
+        self._note(link)
+
+    def _note(self, link: _Link) -> None:
+        if not link.sent or (not link.timer and len(link.sent) < self.core.limits.run_ahead):
+            self._ready[link.worker.name] = None
+        else:
+            self._ready.pop(link.worker.name, None)
 
     def _on_timer(self, link: _Link) -> None:
         link.timer = False
         if len(link.sent) < self.core.limits.run_ahead and self._send_plan(link):
             self._pump(link)
+        else:
+            self._note(link)
 
     def _send_plan(self, link: _Link) -> bool:
         plan, events = self.core.plan(link.worker.name, self.now)
@@ -241,10 +251,10 @@ class Simulation:
         link.step_began = self.now
         while link.sent and link.sent[0] <= done.result.step:
             link.sent.popleft()
+        self._note(link)
+        self._pump(link)
         if len(self._links) > 1:
             self._pump_all()
-        else:
-            self._pump(link)
         self.measured.sample(self.core, self.now)
 
     # --- worker -----------------------------------------------------------------------------------------------------

@@ -138,6 +138,13 @@ class Fleet:
                 one.pool.tell("", None)
             self.holders = None
 
+    @property
+    def has_room(self) -> bool:
+        """True if some worker takes newcomers now."""
+        if len(self.workers) == 1:
+            return any(self._slots(worker) for worker in self.workers.values())
+        return bool(self.loads)
+
     def load_now(self, worker: WorkerState) -> Load:
         """The load of a worker that looks at the queue, whatever it was when it was noted."""
         load = _load_of(worker, self._limits.batch_slots(worker.capacity) - worker.occupied)
@@ -196,14 +203,20 @@ class Fleet:
         speed = worker.speed_us()
         self._count_speed(name, speed)
         self._leave(name)
-        slots = self._limits.batch_slots(worker.capacity) - worker.occupied
-        if slots > 0 and not (worker.draining or worker.trial or worker.preempted or worker.full_look):
+        if slots := self._slots(worker):
             self._enter(_load_of(worker, slots), speed)
         if speed is not None:
             for other in list(self._unmeasured)[:_CAUGHT_UP]:
                 load = self.loads[other]
                 self._leave(other)
                 self._enter(load, None)
+
+    def _slots(self, worker: WorkerState) -> int:
+        """How many newcomers it takes at most."""
+        full = worker.full_look is not None and len(worker.running) > 0
+        if worker.draining or worker.trial or worker.preempted or full:
+            return 0
+        return max(0, self._limits.batch_slots(worker.capacity) - worker.occupied)
 
     def _enter(self, load: Load, speed: tuple[float, float, float] | None) -> None:
         name = load.worker.name
