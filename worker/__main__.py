@@ -20,10 +20,11 @@ from observability.membership import joined
 from observability.startup import start_up
 from shared.config import parse_service
 from shared.ids import new_incarnation, new_process_id
-from shared.lifecycle import run
+from shared.lifecycle import StartupError, run
 from shared.messages import Capacity
 from shared.model_name import model_name
 from worker.config import WorkerConfig
+from worker.lora_names import parse_adapters
 from worker.metrics import WorkerMetrics
 from worker.runner import Runner
 from worker.service import WorkerService
@@ -55,6 +56,7 @@ def load_runner(config: WorkerConfig) -> Runner:
             eos,
             "simulated",
             grammars=False,
+            adapters=list(parse_adapters(config.lora)),
         )
         return SimulatedRunner(capacity, StepTime(config.simulate_base_us, config.simulate_token_us))
     import_torch()
@@ -71,6 +73,10 @@ class Loaded(NamedTuple):
 
 def load(config: WorkerConfig) -> Loaded:
     """Load the model, over as many ranks as asked. Raises StartupError, or ServiceFault if a rank is lost meanwhile."""
+    if config.lora and config.tensor_parallel > 1:
+        raise StartupError("--lora is not for a model that is divided over ranks")
+    if model_name(config.model, config.served_model_name) in parse_adapters(config.lora):
+        raise StartupError("a LoRA adapter needs a name of its own, not the model's")
     if config.tensor_parallel == 1 or config.simulate:
         return Loaded(load_runner(config), None)
     import_torch(one_process=False)

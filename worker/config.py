@@ -28,6 +28,10 @@ class WorkerConfig(MeshConfig):
         "int8, int4 (of groups) and fp8 (e4m3; activations too)",
         choices=("none", "int8", "int4", "fp8"),
     )
+    lora: str = option(
+        "", "LoRA adapters that requests may run with: NAME=FOLDER in PEFT's layout, several separated by commas",
+        check=are_adapters,
+    )  # fmt: skip
     tensor_parallel: int = option(
         1, "GPUs of this machine that a model is divided over; KV blocks are of the one that has the fewest",
         check=between(1, 64),
@@ -75,7 +79,8 @@ class WorkerConfig(MeshConfig):
     transfer_host: str = option(
         "",
         "address at which other workers fetch this one's KV blocks, for migration and for prefill apart from decode; "
-        "auto: its own on the way to NATS; empty: nowhere. Blocks travel unencrypted, to who knows a key that beats tell",
+        "auto: its own on the way to NATS; off or empty: nowhere. Blocks travel unencrypted, to who knows a key that "
+        "beats tell",
     )
     transfer_port: int = option(
         0, "port at which other workers fetch KV blocks; 0: any free one", check=between(0, 65535)

@@ -125,15 +125,35 @@ def _check_projections(layer: Any, hidden: int, inner: int, geometry: Geometry) 
         _need(linear.weight.shape == shape, "projections of other shapes")
 
 
+class _Joint:
+    """A packed matrix of several linear layers, which are given the same rows one after the other: multiplied once."""
+
+    def __init__(self, matrix: PackedMatrix, layers: int) -> None:
+        self._matrix, self._layers = matrix, layers
+        self._rows: torch.Tensor | None = None  # of the last product, as long as not every layer has come for it
+        self._product = torch.empty(0)
+        self._left = 0
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """``[..., in]`` to ``[rows, out]``, of all layers."""
+        if self._rows is not x:
+            self._product, self._left = self._matrix(x.flatten(0, -2)), self._layers
+        product, self._left = self._product, self._left - 1
+        self._rows = x if self._left else None
+        if not self._left:
+            self._product = torch.empty(0)
+        return product
+
+
 class _StandIn(nn.Module):
     """Some rows of a packed matrix in place of the linear layer that they come from."""
 
-    def __init__(self, matrix: PackedMatrix, rows: torch.Tensor) -> None:
+    def __init__(self, matrix: _Joint, rows: torch.Tensor) -> None:
         super().__init__()
         self._matrix, self._rows = matrix, rows
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self._matrix(x.flatten(0, -2))[:, self._rows].view(*x.shape[:-1], -1)
+        return self._matrix(x)[:, self._rows].view(*x.shape[:-1], -1)
 
 
 def pack(library: Library, module: Any, dtype: torch.dtype, quantize: bool = False) -> DecoderWeights:
@@ -181,14 +201,15 @@ def pack(library: Library, module: Any, dtype: torch.dtype, quantize: bool = Fal
             )
         )
         rows = torch.split(torch.arange(qkv.struct.n), [p.out_features for p in projections])
-        attention.q_proj, attention.k_proj, attention.v_proj = (_StandIn(qkv, part) for part in rows)
-        attention.o_proj, mlp.down_proj = (_StandIn(one, torch.arange(hidden)) for one in (out, down))
+        three, two = _Joint(qkv, 3), _Joint(gate_up, 2)
+        attention.q_proj, attention.k_proj, attention.v_proj = (_StandIn(three, part) for part in rows)
+        attention.o_proj, mlp.down_proj = (_StandIn(_Joint(one, 1), torch.arange(hidden)) for one in (out, down))
         place = interleave(torch.arange(inner), inner + torch.arange(inner)).argsort()
-        mlp.gate_proj, mlp.up_proj = (_StandIn(gate_up, half) for half in torch.split(place, inner))
+        mlp.gate_proj, mlp.up_proj = (_StandIn(two, half) for half in torch.split(place, inner))
         del projections, halves, both
         give_back()
     packed_head = PackedMatrix(library, head.weight, None, quantize, memory)
-    module.set_output_embeddings(_StandIn(packed_head, torch.arange(head.out_features)))
+    module.set_output_embeddings(_StandIn(_Joint(packed_head, 1), torch.arange(head.out_features)))
     return DecoderWeights(
         layers=layers,
         embedding=embedding,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,10 @@ from kernels.cpu.decoder import DecoderWeights
 from kernels.cpu.library import Library
 from observability.startup import start_up
 from shared.lifecycle import StartupError
-from worker import attention, decoder, decoder_trial, experts
+from worker import attention, decoder, decoder_trial, experts, lora
 from worker.admissible import TrialPass, check_config, rope_limit
 from worker.linear import MIN_ROWS, can_pack, pack_linears
+from worker.lora_files import Adapter, check_fits, read_adapter
 from worker.parallel.ranks import mine
 from worker.parallel.sharding import divide, take_part
 from worker.row_widths import RowWidths
@@ -49,7 +50,7 @@ class Native:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedModel:
-    module: Any  # a transformers ...ForCausalLM; None where ``native`` has taken its weights
+    module: Any  # a transformers ...ForCausalLM; None where ``native`` has its weights, and no adapter needs it
     layers: list[LayerAttention]
     num_heads: int
     num_kv_heads: int
@@ -62,6 +63,7 @@ class LoadedModel:
     dtype: torch.dtype
     device: torch.device
     native: Native | None = None
+    adapters: tuple[str, ...] = ()  # LoRA adapters, which the module runs
 
     def describe(self, kernel: str, threads: int) -> str:
         """The line printed at start: what runs it, in which type."""
@@ -71,6 +73,7 @@ class LoadedModel:
         how = "module by module"
         if self.native is not None:
             how = "one C++ call a step" + (", weights in int8" if self.native.quantized else "")
+            how += ", rows with LoRA adapters module by module" if self.adapters else ""
         return f"{dtype} on the CPU, {threads} thread{'' if threads == 1 else 's'}, {how}, {kernel} attention"
 
     def logits(self, token_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
@@ -93,14 +96,15 @@ def load_model(
     library: Library | None = None,
     block_size: int = 16,
     quantize: str = "none",
+    adapters: Mapping[str, str] | None = None,
 ) -> LoadedModel:
     """Load ``model``, a local folder or a Hugging Face id (from the local cache, else downloaded).
 
     Weights come from safetensors only, and no code of the model's repository is run. ``dtype`` is ``auto`` (bfloat16
     on a GPU and on a CPU that multiplies it, else float32) or a name in ``DTYPES``; ``device`` is ``auto``, ``cpu`` or
     ``cuda``. With a ``library``, a model of the shape that it knows runs there, over pages of ``block_size`` tokens,
-    with its weights in int8 if ``quantize`` says so. Raises StartupError, one line, for whatever can't be loaded or
-    served.
+    with its weights in int8 if ``quantize`` says so. ``adapters``: folders of LoRA adapters by name; rows that have one
+    run module by module, over the same weights. Raises StartupError, one line, for whatever can't be loaded or served.
     """
     transformers.utils.logging.disable_progress_bar()
     attention.register()
@@ -111,9 +115,11 @@ def load_model(
     config = read_config(model)
     check_config(model, config)
     kind = dtype_of(dtype, target, library)
+    tuned = [read_adapter(name, path, kind) for name, path in (adapters or {}).items()]
     module = read_weights(model, config, kind)
     module.to(target)
     module.eval().requires_grad_(False)
+    check_fits(module, tuned)
     start_up.ended("weights")
     reason, tried = _not_native(model, module, kind, target, library, block_size)
     if reason and quantize != "none":
@@ -136,10 +142,12 @@ def load_model(
             raise StartupError(f"model {model!r} can't be quantised to {quantize} here: {reason}")
         if native is None:  # its weights are gone: once more, for the other way
             log.info("%s runs module by module: %s", model, reason)
-            return load_model(model, dtype, device, None, block_size)
-        module = None
+            return load_model(model, dtype, device, None, block_size, adapters=adapters)
+        if not tuned:
+            module = None
     elif library is not None:
         log.info("%s runs module by module: %s", model, reason)
+    _install_adapters(model, module, tuned, target)
     return LoadedModel(
         module=module,
         layers=trial.layers,
@@ -154,7 +162,18 @@ def load_model(
         dtype=kind,
         device=target,
         native=native,
+        adapters=tuple(adapter.name for adapter in tuned),
     )
+
+
+def _install_adapters(model: str, module: Any, adapters: list[Adapter], device: torch.device) -> None:
+    """Raises StartupError where one can't be run."""
+    if not adapters:
+        return
+    lora.install(module, adapters, device)
+    for adapter in adapters:
+        with lora.running(lora.AdapterRows.all_of(adapter.name, MIN_ROWS, device)):
+            run_trial(model, module, device)
 
 
 def _not_native(

@@ -29,16 +29,24 @@ PROMPT_TOKENS = 150
 """More than one tile of keys (see :mod:`kernels.reference`)."""
 
 
-def rows_keep_their_bits(runner: Passes) -> bool:
-    """Compare one sequence's last logits over three schedules. Uses the pool's first pages: run it before serving."""
+def rows_keep_their_bits(runner: Passes, adapters: Sequence[str] = ()) -> bool:
+    """Compare one sequence's last logits over three schedules. Uses the pool's first pages: run it before serving.
+
+    ``adapters``: LoRA adapters. The first's rows are looked at too, and what is beside has the last.
+    """
     size = runner.capacity
     length = min(PROMPT_TOKENS, size.max_model_len, size.num_blocks // 2 * size.block_size)
     if length < 16:
         return True  # too small to try, and nothing much can run beside anything
-    alone = _last_logits(runner, length, [length], company=False)
-    joined = _last_logits(runner, length, [length], company=True)
-    chunked = _last_logits(runner, length, [5, length // 2, length - length // 2 - 6, 1], company=True)
-    return _same(alone, joined) and _same(alone, chunked)
+    chunks = [5, length // 2, length - length // 2 - 6, 1]
+    for adapter in ("", *adapters[:1]):
+        company = [adapter, *adapters[-1:]][-1]
+        alone = _last_logits(runner, length, [length], [adapter])
+        joined = _last_logits(runner, length, [length], [adapter, company])
+        chunked = _last_logits(runner, length, chunks, [adapter, company])
+        if not (_same(alone, joined) and _same(alone, chunked)):
+            return False
+    return True
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -46,21 +54,22 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(one.nan_to_num(), other.nan_to_num())
 
 
-def _last_logits(runner: Passes, length: int, chunks: list[int], company: bool) -> torch.Tensor:
+def _last_logits(runner: Passes, length: int, chunks: list[int], adapters: list[str]) -> torch.Tensor:
+    """Of a sequence with the first of ``adapters``; each other one is that of a sequence beside it."""
     size = runner.capacity
     batch = Batch(size.block_size, size.num_blocks, size.max_model_len, frozenset())
     pages = -(-length // size.block_size)
     starts = []
-    for slot in range(2 if company else 1):
+    for slot, adapter in enumerate(adapters):
         tokens = [(7 + 31 * slot + 97 * i) % size.vocab_size for i in range(length)]
         starts.append(
             SlotStart(slot, f"self-check-{slot}", 0, 0, "", pack_tokens(tokens), length,
-                      list(range(1 + slot * pages, 1 + (slot + 1) * pages)), Sampling(0, 1))
+                      list(range(1 + slot * pages, 1 + (slot + 1) * pages)), Sampling(0, 1), adapter=adapter)
         )  # fmt: skip
     logits = torch.empty(0)
     for number, count in enumerate(chunks):
         rows = [(0, count)]
-        if company:
+        if len(adapters) > 1:
             rows.insert(0, (1, length // len(chunks)))
         plan = StepPlan(0, "", 0, number, starts=starts if number == 0 else [], chunks=rows)
         logits = runner.logits(batch, batch.stage(plan).rows)

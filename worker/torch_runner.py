@@ -6,7 +6,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -44,11 +44,14 @@ from worker.kv_cache import (
 )
 from worker.linear import MIN_ROWS
 from worker.logprobs import describe, describe_prompt, log_probabilities
+from worker.lora import AdapterRows, running
+from worker.lora_names import parse_adapters
 from worker.model import LoadedModel, device_of, load_model
 from worker.processors import Shape
 from worker.sampling import SampleRow, sample
 from worker.self_check import rows_keep_their_bits
 from worker.transfer.pages import Form, HostPages
+from worker.two_passes import PromptRows, joined, part_of
 
 log = logging.getLogger("headrace.worker.torch_runner")
 
@@ -87,7 +90,9 @@ class TorchRunner:
             kv_dtype=self.cache.rounded_to(model.dtype),
             kv_bytes_per_token=size.bytes_per_token,
             host_blocks=host_blocks,
+            adapters=list(model.adapters),
         )
+        self._adapters = frozenset(model.adapters)
 
     @classmethod
     def load(
@@ -109,11 +114,12 @@ class TorchRunner:
         attention_backend: str = "auto",
         batch_invariant: bool = False,
         self_check: bool = True,
+        adapters: Mapping[str, str] | None = None,
     ) -> TorchRunner:
         """Load a model and its KV cache. Raises StartupError, one line, if that can't be.
 
         ``kv_cache_memory`` (bytes) counts on a CPU, ``gpu_memory_utilization`` on a GPU; ``num_blocks`` overrides both.
-        ``num_threads`` None leaves torch's own choice.
+        ``num_threads`` None leaves torch's own choice. ``adapters``: folders of LoRA adapters by name.
         """
         if num_threads is not None:
             torch.set_num_threads(num_threads)
@@ -121,7 +127,7 @@ class TorchRunner:
         library = cpu_library.load() if on_cpu and kv_cache_dtype == "auto" else None
         if library is not None:
             library.c.headrace_set_threads(torch.get_num_threads())
-        loaded = load_model(os.fspath(model), dtype, device, library, block_size, quantize)
+        loaded = load_model(os.fspath(model), dtype, device, library, block_size, quantize, adapters)
         start_up.ended("packing and trial pass")
         geometry = Geometry(loaded.num_heads, loaded.num_kv_heads, loaded.head_dim, block_size)
         storage = storage_dtype(kv_cache_dtype, loaded.dtype)
@@ -142,7 +148,7 @@ class TorchRunner:
         start_up.ended("KV cache")
         log.info("%s", loaded.describe(kernel.name, torch.get_num_threads()))
         log.info("%s", size.describe())
-        if self_check and loaded.dtype != torch.float64 and not rows_keep_their_bits(runner):
+        if self_check and loaded.dtype != torch.float64 and not rows_keep_their_bits(runner, loaded.adapters):
             why = "on this machine a row's bits depend on the rows beside it"
             if batch_invariant:
                 raise StartupError(f"batch-invariant: {why}")
@@ -251,23 +257,36 @@ class TorchRunner:
     def _banned(self, slot: Slot) -> tuple[int, ...]:
         return banned_tokens(slot.sampling, slot.generated, self.model.eos_token_ids, self.model.vocab_size)
 
-    def logits(self, batch: Batch, rows: Sequence[Row], prompts: Sequence[tuple[int, Row, int]] = ()) -> torch.Tensor:
+    def logits(self, batch: Batch, rows: Sequence[Row], prompts: Sequence[PromptRows] = ()) -> torch.Tensor:
         """One forward pass; the logits ``[sampling rows, vocab_size]``, in row order.
 
         Then those of the leading query tokens that ``prompts`` names: (index in ``rows``, row, how many).
         """
-        fillers = 0
         if self.decoder is None:
-            count = sum(row.count for row in rows)
-            fillers = aligned_rows(count, MIN_ROWS, self.model.row_widths, torch.get_num_threads()) - count
+            return self._by_modules(batch, rows, prompts)
+        tuned = [bool(row.slot.adapter) for row in rows]
+        if not any(tuned):
+            return self._by_decoder(self.decoder, batch, rows, prompts)
+        if all(tuned):
+            return self._by_modules(batch, rows, prompts)
+        plain, with_adapters = (part_of(rows, prompts, [one == which for one in tuned]) for which in (False, True))
+        return joined(
+            (plain, self._by_decoder(self.decoder, batch, plain.rows, plain.prompts)),
+            (with_adapters, self._by_modules(batch, with_adapters.rows, with_adapters.prompts)),
+        )
+
+    def _by_decoder(
+        self, decoder: CpuDecoder, batch: Batch, rows: Sequence[Row], prompts: Sequence[PromptRows]
+    ) -> torch.Tensor:
+        tokens, positions, ragged = assemble(batch, rows, 0, self.size.max_model_len)
+        return decoder.forward(tokens, positions, ragged, _kept(ragged, rows, prompts))
+
+    def _by_modules(self, batch: Batch, rows: Sequence[Row], prompts: Sequence[PromptRows]) -> torch.Tensor:
+        count = sum(row.count for row in rows)
+        fillers = aligned_rows(count, MIN_ROWS, self.model.row_widths, torch.get_num_threads()) - count
         tokens, positions, ragged = assemble(batch, rows, fillers, self.size.max_model_len)
-        keep = ragged.query_start[1 : len(rows) + 1][[row.sample for row in rows]] - 1
-        if prompts:
-            starts = ragged.query_start
-            keep = np.concatenate([keep, *(starts[index] + np.arange(wanted) for index, _, wanted in prompts)])
-        if self.decoder is not None:
-            return self.decoder.forward(tokens, positions, ragged, keep)
-        return self._run(tokens, positions, ragged, keep)
+        with running(AdapterRows.of(rows, count + fillers, self._adapters, self.model.device)):
+            return self._run(tokens, positions, ragged, _kept(ragged, rows, prompts))
 
     def _run(
         self,
@@ -309,6 +328,7 @@ def load_torch_runner(config: WorkerConfig) -> TorchRunner:
         kv_cache_dtype=config.kv_cache_dtype,
         attention_backend=config.attention_backend,
         batch_invariant=config.batch_invariant,
+        adapters=parse_adapters(config.lora),
     )
     runner.grammars.warm()
     if runner.decoder is not None:
@@ -316,8 +336,17 @@ def load_torch_runner(config: WorkerConfig) -> TorchRunner:
     return runner
 
 
+def _kept(ragged: RaggedBatch, rows: Sequence[Row], prompts: Sequence[PromptRows]) -> npt.NDArray[np.int64]:
+    """The tokens whose logits are wanted: those that are sampled from, then those of prompts."""
+    starts = ragged.query_start
+    keep = starts[1 : len(rows) + 1][[row.sample for row in rows]] - 1
+    if prompts:
+        keep = np.concatenate([keep, *(starts[index] + np.arange(wanted) for index, _, wanted in prompts)])
+    return keep
+
+
 def _describe_prompts(
-    logits: torch.Tensor, prompts: Sequence[tuple[int, Row, int]]
+    logits: torch.Tensor, prompts: Sequence[PromptRows]
 ) -> list[tuple[Slot, int, list[TokenLogprob]]]:
     """The pieces for gateways, each small enough for a message."""
     pieces = []

@@ -45,6 +45,7 @@ class BatchDriver:
         generated: list[int] | None = None,
         prompt_index: int = 0,
         choice: int = 0,
+        adapter: str = "",
     ) -> Sequence:
         """A sequence joins at the next step; with ``generated`` it resumes after those tokens."""
         slot = next(number for number in range(len(self.live) + 1) if number not in self.live)
@@ -53,7 +54,7 @@ class BatchDriver:
         self.live[slot] = sequence
         self._starts.append(
             SlotStart(slot, f"request-{slot}", 0, choice, "gateway", pack_tokens(tokens), len(prompt), [], sampling,
-                      prompt_index)
+                      prompt_index, adapter=adapter)
         )  # fmt: skip
         return sequence
 

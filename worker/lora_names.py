@@ -1,0 +1,30 @@
+"""Names of LoRA adapters: what an option that lists some means."""
+
+from __future__ import annotations
+
+LONGEST = 200
+
+
+def parse_adapters(text: str) -> dict[str, str]:
+    """``name=folder,name=folder...`` by name. Raises ValueError, with what is wrong."""
+    adapters: dict[str, str] = {}
+    for item in filter(None, (part.strip() for part in text.split(","))):
+        name, given, path = item.partition("=")
+        name, path = name.strip(), path.strip()
+        if not (given and name and path):
+            raise ValueError(f"{item!r} is not NAME=FOLDER")
+        if len(name) > LONGEST or not name.isprintable():
+            raise ValueError(f"the name {name[:40]!r} is longer than {LONGEST} characters, or can't be printed")
+        if name in adapters:
+            raise ValueError(f"{name!r} is there twice")
+        adapters[name] = path
+    return adapters
+
+
+def are_adapters(text: str) -> str | None:
+    """What is wrong with an option's value, or None."""
+    try:
+        parse_adapters(text)
+    except ValueError as error:
+        return f"must be NAME=FOLDER, several separated by commas: {error}"
+    return None
