@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shared.config import MeshConfig, at_least, between, is_size, option
+from worker.lora_names import are_adapters
 
 
 @dataclass(frozen=True)
@@ -79,8 +80,7 @@ class WorkerConfig(MeshConfig):
     transfer_host: str = option(
         "",
         "address at which other workers fetch this one's KV blocks, for migration and for prefill apart from decode; "
-        "auto: its own on the way to NATS; off or empty: nowhere. Blocks travel unencrypted, to who knows a key that "
-        "beats tell",
+        "auto: its own on the way to NATS; empty: nowhere. Blocks travel unencrypted, to who knows a key that beats tell",
     )
     transfer_port: int = option(
         0, "port at which other workers fetch KV blocks; 0: any free one", check=between(0, 65535)
