@@ -178,7 +178,7 @@ class BusClient:
 
     async def submit(
         self, request_id: str, prompt: list[int], max_tokens: int, *, seed: int = 1, n: int = 1,
-        temperature: float = 1.0, ignore_eos: bool = True, traceparent: str = "",
+        temperature: float = 1.0, ignore_eos: bool = True, traceparent: str = "", adapter: str = "",
     ) -> SubmitReply:  # fmt: skip
         assert self.beat is not None
         submit = Submit(
@@ -191,6 +191,7 @@ class BusClient:
             arrival_ns=time.time_ns(),
             n=n,
             traceparent=traceparent,
+            adapter=adapter,
         )
         self.live[request_id] = 1
         subject = self.subjects.submit(submit.model, self.beat.epoch)
