@@ -241,10 +241,19 @@ class Admission:
         blocks = pages_for(tokens, worker.capacity.block_size)
         return Growing(tokens, left, placement.new, blocks, sequence.to_fork)
 
+    def fits(self, worker: WorkerState, sequence: Sequence, placement: Placement, now: int) -> bool:
+        """True if the worker has room for a sequence that runs elsewhere, with what all are expected to grow by."""
+        return _Pass(self, worker, now).fits(sequence, placement)
+
     def project(self, worker: WorkerState, sure: bool = False) -> Projection:
         own = worker.own_blocks()
+        growing = [self.growing(worker, sequence, own[index], sure) for index, sequence in enumerate(worker.running)]
+        for move in worker.arriving:
+            coming = self.growing(worker, move.sequence, len(move.pages), sure)
+            coming.blocks = len(move.pages)
+            growing.append(coming)
         return Projection(
-            [self.growing(worker, sequence, own[index], sure) for index, sequence in enumerate(worker.running)],
+            growing,
             worker.pool.num_used - worker.num_pinned,
             worker.capacity.block_size,
         )

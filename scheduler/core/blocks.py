@@ -145,6 +145,10 @@ class BlockPool:
         """What is indexed here."""
         return self._by_hash.keys()
 
+    def indexed(self, block: int) -> bool:
+        """True if the block's content is known, so that it can be hit."""
+        return block in self._hash_of
+
     def holds(self, content: bytes) -> bool:
         """True if some block holds that content."""
         return content in self._by_hash

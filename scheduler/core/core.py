@@ -10,7 +10,6 @@ from collections.abc import Iterable
 from itertools import islice
 
 from scheduler.core.admissible import unfinished
-from scheduler.core.admission import Admission
 from scheduler.core.beams import BeamSearch
 from scheduler.core.blocks import BlockPool
 from scheduler.core.events import Applied, CoreEvent, Ended, Failed
@@ -18,7 +17,8 @@ from scheduler.core.fleet import Fleet
 from scheduler.core.held_planner import HeldBatchPlanner
 from scheduler.core.lengths import rank_of
 from scheduler.core.limits import Limits
-from scheduler.core.losses import LosingState, speaks
+from scheduler.core.losses import speaks
+from scheduler.core.moving import MovingState
 from scheduler.core.placement import Placing
 from scheduler.core.planner import ContinuousPlanner
 from scheduler.core.pools import QueueKey
@@ -54,15 +54,12 @@ class BadResult(ValueError):
     """A result that does not fit its plan: the worker's batch cannot be trusted, and the driver declares it lost."""
 
 
-class SchedulerCore(LosingState):
+class SchedulerCore(MovingState):
     """The entry points, and what they decide. ``policy`` names a batching policy (scheduler.policies.batching)."""
 
     def __init__(self, limits: Limits, policy: str = "continuous", epoch: int = 1) -> None:
         super().__init__(limits, policy, epoch)
-        admission = Admission(
-            limits, self.counters, self.lengths, self.fairness, self._settle_service, self._unpin, self._suspects
-        )
-        self._continuous = ContinuousPlanner(limits, self.counters, admission, self._suspects)
+        self._continuous = ContinuousPlanner(limits, self.counters, self._admission, self._suspects, self._transfers)
         self._held = HeldBatchPlanner(limits, self.counters, self._suspects)
 
     def worker_up(
@@ -89,6 +86,7 @@ class SchedulerCore(LosingState):
             self._queues[key] = QueueState(queue, Fleet(self.limits))
         self._queues[key].workers[name] = worker
         self._note(worker)
+        self._take_up(worker)
         return events
 
     def submit(self, submit: Submit, now: int) -> SubmitReply:
@@ -196,7 +194,7 @@ class SchedulerCore(LosingState):
         if any(plan.trial != worker.trial for plan in worker.in_flight):
             return None, events  # suspects run with nobody beside them, nor before or after them
         queue = self._queues[worker.serves].queue
-        admit = len(queue) > 0 and self.policy.admits(self._view(worker, queue, now))
+        admit = worker.takes_new and len(queue) > 0 and self.policy.admits(self._view(worker, queue, now))
         if not (worker.has_work or admit):
             return None, events
         for _ in range(3):  # ordinary; a trial that begins, and nothing else runs that it must wait for; ordinary again
@@ -205,6 +203,7 @@ class SchedulerCore(LosingState):
                 draft = self._held.draft(worker, queue, admit, now)
             else:
                 draft = self._continuous.draft(worker, queue, admit, self._placing(queue.key), now, events)
+                self._transfer(worker, draft, now, events)
             if not draft.empty:
                 plan = draft.finish(self.epoch, now)
                 self._note(worker)
@@ -240,11 +239,14 @@ class SchedulerCore(LosingState):
         events: list[CoreEvent] = []
         new_tokens = self._take_tokens(worker, plan, result, now, events)
         self.counters.new_tokens += new_tokens
+        if plan.moving or worker.departing:
+            self._transfers.applied(worker, plan, now, events)
         if plan.trial:
             self._clear_suspects(worker)
         self._unsettled[worker.name] = None
         self._note(worker)
-        worker.backlog = bool(worker.running or worker.preempted or self._queues[worker.serves].queue)
+        waiting = worker.takes_new and len(self._queues[worker.serves].queue) > 0
+        worker.backlog = waiting or bool(worker.running or worker.preempted)
         events.append(Applied(worker.name, plan.step, new_tokens, plan.prefill_tokens, plan.padding_tokens, now))
         return events
 
@@ -260,7 +262,7 @@ class SchedulerCore(LosingState):
                 del self._requests[request_id]
         if self._suspects:
             self._suspects.expire(horizon, {request_id for request_id, req in self._requests.items() if req.live})
-        events = self._drop_late(now)
+        events = self._drop_late(now) + self._transfers.expire(self.workers.values(), now)
         for state in self._queues.values():
             state.rate.observe(state.queue.left, len(state.queue) > 0, now)
             if not state.worker_lost_ns or now - state.worker_lost_ns <= self.limits.no_worker_grace_ns:

@@ -6,7 +6,7 @@ from scheduler.core.events import Counters
 from scheduler.core.sequence import Sequence, Status
 from scheduler.core.step_time import PlannedWork, attention_pairs
 from scheduler.core.worker_state import PlanInFlight, WorkerState
-from shared.messages import Sampling, SlotStart, StepPlan, pack_tokens
+from shared.messages import Fetch, Sampling, SlotStart, StepPlan, pack_tokens
 
 
 class PlanDraft:
@@ -35,6 +35,9 @@ class PlanDraft:
         self._feeds: list[tuple[int, int]] = []
         self._swap_outs: list[tuple[int, int]] = []
         self._swap_ins: list[tuple[int, int]] = []
+        self._fetches: list[Fetch] = []
+        self._drop_fetches = worker.drop_fetches
+        worker.drop_fetches = []
         for child in worker.forks:
             if child.status is Status.RUNNING:
                 self.start(child)
@@ -143,6 +146,9 @@ class PlanDraft:
         self._worker.register(sequence, sequence.scheduled)
         self._ran.append(sequence)
 
+    def fetch(self, fetch: Fetch) -> None:
+        self._fetches.append(fetch)
+
     def pad(self, sequence: Sequence, rows: int) -> None:
         self._padding.append((sequence.slot, rows))
 
@@ -156,7 +162,8 @@ class PlanDraft:
 
     @property
     def empty(self) -> bool:
-        return not (self._ran or self._drops or self._starts or self._feeds)
+        moves = self._fetches or self._drop_fetches
+        return not (self._ran or self._drops or self._starts or self._feeds or moves)
 
     def finish(self, epoch: int, now: int) -> StepPlan:
         """The plan; it counts as in flight from here on."""
@@ -184,6 +191,8 @@ class PlanDraft:
             swap_outs=self._swap_outs,
             swap_ins=self._swap_ins,
             hashes=worker.pool.take_news(),
+            fetches=self._fetches,
+            drop_fetches=self._drop_fetches,
         )
         worker.in_flight.append(
             PlanInFlight(
@@ -197,6 +206,7 @@ class PlanDraft:
                 work=work,
                 swapped=len(self._swap_outs) + len(self._swap_ins),
                 trial=self.trial,
+                moving=[(move, move.sequence.scheduled) for move in worker.departing],
             )
         )
         worker.next_step += 1

@@ -57,7 +57,33 @@ class Found:
     now_ns: int
 
 
-CoreEvent = Ended | Failed | Applied | Preempted | Found
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """A sequence goes on at another worker: the plan that this came with starts it there."""
+
+    sequence: Sequence
+    source: str
+    why: str  # scheduler.core.move.Why
+    blocks: int  # that were fetched; the target had the others
+    bytes: int
+    fetch_us: int
+    paused_ns: int  # since the last of its plans that were made at the source
+    transport: str
+    now_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class NotMoved:
+    """A move has failed: the sequence goes on where it is."""
+
+    sequence: Sequence
+    target: str
+    why: str
+    reason: str
+    now_ns: int
+
+
+CoreEvent = Ended | Failed | Applied | Preempted | Found | Moved | NotMoved
 
 
 @dataclass(slots=True)
@@ -85,6 +111,10 @@ class Counters:
     deadline_drops: int = 0
     swapped_out: int = 0  # blocks
     swapped_in: int = 0
+    moves: int = 0  # sequences that went on at another worker
+    failed_moves: int = 0
+    fetched_blocks: int = 0  # by those that moved
+    fetched_bytes: int = 0  # by whatever was fetched to its end
     idle_slot_iterations: int = 0  # a slot that sat in a batch in an iteration and yielded no wanted token
     plans: int = 0
 

@@ -214,7 +214,7 @@ class Fleet:
     def _slots(self, worker: WorkerState) -> int:
         """How many newcomers it takes at most."""
         full = worker.full_look is not None and len(worker.running) > 0
-        if worker.draining or worker.trial or worker.preempted or full:
+        if worker.draining or not worker.takes_new or worker.trial or worker.preempted or full:
             return 0
         return max(0, self._limits.batch_slots(worker.capacity) - worker.occupied)
 

@@ -9,7 +9,7 @@ from shared.messages import Capacity
 
 _AT_LEAST_ONE = frozenset(
     ("max_num_seqs", "max_num_batched_tokens", "prefill_chunk_limit", "run_ahead", "max_num_queued_reqs",
-     "max_plan_start_bytes")
+     "max_plan_start_bytes", "max_arrivals", "transfer_timeout_ns")
 )  # fmt: skip
 PLACEMENTS = ("prefix", "least-loaded", "round-robin")
 
@@ -48,6 +48,9 @@ class Limits:
     tombstone_ns: int = 60_000_000_000  # how long a cancel that overtook its submit, or a finished id, is remembered
     no_worker_grace_ns: int = 10_000_000_000  # how long waiting requests outlive the last worker of their model
     reserve_after_preemptions: int = 2  # after so many, a sequence resumes only with its whole worst case reserved
+    max_arrivals: int = 32  # sequences that are on their way to one worker
+    transfer_timeout_ns: int = 5_000_000_000  # how long a fetch may take, and a sequence pause for its move
+    balance: bool = True  # a worker that is about to preempt hands over to one with room
 
     def __post_init__(self) -> None:
         """Raises ValueError, one line that names the limit, where a number is out of its range."""

@@ -1,4 +1,4 @@
-"""What becomes of sequences when their worker goes: lost, moved to another one, or failed for having ended it twice."""
+"""What becomes of sequences when their worker goes: lost, or failed for having ended it twice."""
 
 from __future__ import annotations
 
@@ -42,30 +42,6 @@ class LosingState(SearchingState):
         del state.workers[name]
         state.fleet.forget(name)
         state.worker_lost_ns = max(1, now)
-        return events
-
-    def worker_draining(self, name: str) -> None:
-        """Admit nothing more to the worker; what runs there goes on."""
-        if name in self.workers:
-            self.workers[name].draining = True
-            self._note(self.workers[name])
-
-    def hand_over(self, name: str, now: int) -> list[CoreEvent]:
-        """Tell gateways to resume elsewhere what runs on a draining worker, as far as another worker can hold it."""
-        worker = self.workers.get(name)
-        if worker is None or not worker.draining:
-            return []
-        events: list[CoreEvent] = []
-        for sequence in list(worker.sequences()):
-            live = sequence.status not in (Status.ENDED, Status.HELD)
-            others = self._queues[sequence.home.key].workers.values()
-            if not live or not any(not other.draining and other.can_hold(sequence) for other in others):
-                continue
-            for moved in (*sequence.children, sequence):  # children first: else one of them would be its heir
-                self._leave(moved)
-                self._end(moved, EndReason.CANCELLED.value, now)
-                if speaks(moved):
-                    events.append(Failed(moved, "moved", "its worker is stopping", now))
         return events
 
     # --- suspects (scheduler.core.suspects) -------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from scheduler.core.placement import Placing
 from scheduler.core.sequence import Lack, Sequence, Status, pages_for
 from scheduler.core.step_time import attention_pairs
 from scheduler.core.suspects import Suspects
+from scheduler.core.transfers import Transfers
 from scheduler.core.waiting import WaitingQueue
 from scheduler.core.worker_state import Placement, WorkerState
 from scheduler.policies.prefill import finish_short, share_prefill, share_whole_prompts
@@ -26,11 +27,14 @@ FINISHING_STRETCH = 2
 
 
 class ContinuousPlanner:
-    def __init__(self, limits: Limits, counters: Counters, admission: Admission, suspects: Suspects) -> None:
+    def __init__(
+        self, limits: Limits, counters: Counters, admission: Admission, suspects: Suspects, transfers: Transfers
+    ) -> None:  # fmt: skip
         self._limits = limits
         self._suspects = suspects
         self._counters = counters
         self._admission = admission
+        self._transfers = transfers
 
     def draft(
         self, worker: WorkerState, queue: WaitingQueue, admit: bool, placing: Placing, now: int,
@@ -38,6 +42,7 @@ class ContinuousPlanner:
     ) -> PlanDraft:  # fmt: skip
         limits = self._limits
         draft = PlanDraft(worker, self._counters)
+        self._transfers.arrive(worker, draft, now, events)
         step_tokens = limits.step_tokens(worker.capacity)
         decodes: list[Sequence] = []
         prefills: list[Sequence] = []
@@ -65,7 +70,7 @@ class ContinuousPlanner:
                 joined += self._admission.admit_tried(worker, queue, draft, running, self._join, now)
             elif admit and not worker.draining:
                 joined += self._admission.admit(worker, queue, draft, placing, self._join, now)
-            if not (decodes or prefills or joined or worker.in_flight):
+            if not (decodes or prefills or joined or worker.in_flight or worker.transferring):
                 if kept_out is not None:
                     joined = self._unstall(worker, kept_out, draft, now, events)
                 if not joined:
@@ -145,6 +150,8 @@ class ContinuousPlanner:
         while _blocks_needed(worker, needy) > worker.pool.num_free:
             if worker.unpin():
                 continue  # growth comes before what is kept for the blocked head
+            if self._transfers.give_way(worker, now, events):
+                continue  # and before what comes from other workers
             victim = self._victim(worker)
             if victim is None:
                 break  # preempting would free nothing now; who lacks a block sits out this step
@@ -206,6 +213,8 @@ class ContinuousPlanner:
 
     def _preempt(self, worker: WorkerState, victim: Sequence, draft: PlanDraft) -> None:
         """Release the victim's pages now: its plans in flight run before the drop that frees them at the worker."""
+        if victim.move is not None:
+            self._transfers.stop(victim.move)
         worker.running.remove(victim)
         if self._limits.swap and worker.capacity.host_blocks and worker.swap_pays(victim):
             blocks = pages_for(victim.scheduled, worker.capacity.block_size)
@@ -242,6 +251,8 @@ class ContinuousPlanner:
             placement = self._return_placement(worker, sequence)
             if placement.takes + growth > worker.pool.num_free and worker.unpin():
                 placement = self._return_placement(worker, sequence)  # it comes before the blocked head's prefix
+            while placement.takes + growth > worker.pool.num_free and self._transfers.give_way(worker, now, events):
+                placement = self._return_placement(worker, sequence)
             while placement.takes + growth > worker.pool.num_free and (idle := self._idle(worker)) is not None:
                 self._evict(worker, idle, draft, "no_free_block", sequence.request_id, now, events)
                 placement = self._return_placement(worker, sequence)

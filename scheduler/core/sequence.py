@@ -10,6 +10,7 @@ from scheduler.core.beams import BeamSearch
 from shared.messages import Submit
 
 if TYPE_CHECKING:
+    from scheduler.core.move import Move
     from scheduler.core.waiting import WaitingQueue
 
 
@@ -98,6 +99,10 @@ class Sequence:
     swapped: int = 0  # tokens whose KV they hold
     group: BeamGroup | None = None  # beam search: the beams it belongs to
     children: list[Sequence] = field(default_factory=list)  # choices that fork from it once its prompt is computed
+    move: Move | None = None  # it is on its way to another worker
+    leaving: bool = False  # and gets no more rows where it still has its slot and its blocks
+    failed_moves: int = 0
+    balanced: bool = False  # it was handed over once for want of blocks
     end_reason: str = ""
     causes: list[tuple[int, str, str]] = field(default_factory=list)  # (since ns, Lack, request in the way), as changed
 
@@ -122,7 +127,9 @@ class Sequence:
 
     @property
     def remaining(self) -> int:
-        """Tokens whose KV is not scheduled yet; 1 means a decode. 0: its last token is sampled already."""
+        """Tokens whose KV is to be scheduled; 1 means a decode. 0: its last token is sampled already, or it leaves."""
+        if self.leaving:
+            return 0
         if self.group is not None:
             return len(self.tokens) - self.scheduled  # a beam waits for the token that the search gives it
         if self.generated + self.pending >= self.submit.sampling.max_tokens:

@@ -10,6 +10,7 @@ from scheduler.core.fairness import VirtualTokenCounters
 from scheduler.core.fleet import Fleet
 from scheduler.core.lengths import OutputLengths
 from scheduler.core.limits import Limits
+from scheduler.core.move import check_moves
 from scheduler.core.pools import PoolRules, QueueKey
 from scheduler.core.sequence import Sequence, Status
 from scheduler.core.service_rate import ServiceRate
@@ -139,7 +140,9 @@ class CoreState:
         for worker in self.workers.values():
             holders = list(worker.sequences())
             worker.pool.check(worker.tables())
-            assert len(worker.running) + len(worker.held) <= self.limits.batch_slots(worker.capacity)
+            coming = len(worker.arriving)
+            assert len(worker.running) + len(worker.held) + coming <= self.limits.batch_slots(worker.capacity)
+            check_moves(worker)
             assert len(worker.in_flight) <= self.limits.run_ahead
             hosted = [place for sequence in holders for place in sequence.host]
             assert sorted(hosted + worker.free_host) == list(range(worker.capacity.host_blocks))
@@ -251,6 +254,10 @@ class CoreState:
         self._note(worker)
 
     def _end(self, sequence: Sequence, reason: str, now: int, status: Status = Status.ENDED) -> None:
+        if sequence.move is not None:
+            target = sequence.move.target
+            sequence.move.cancel()
+            self._note(target)
         sequence.become(status)
         sequence.end_reason = reason
         self._deadlines.pop(id(sequence), None)

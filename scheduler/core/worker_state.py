@@ -9,10 +9,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from scheduler.core.blocks import BlockPool
+from scheduler.core.move import Fetching, Move
 from scheduler.core.pools import QueueKey
 from scheduler.core.sequence import Seniority, Sequence, pages_for
 from scheduler.core.step_time import PlannedWork, StepTimePredictor
-from shared.messages import Capacity
+from shared.messages import Capacity, Role
 from shared.page_hash import extend_chain, root_hash
 from shared.pool_name import DEFAULT_POOL
 
@@ -46,6 +47,7 @@ class PlanInFlight:
     work: PlannedWork  # as the step-time predictor counts it
     swapped: int = 0  # blocks swapped out or in
     trial: int = 0  # the group of suspects that it runs, and nobody else; 0: it is an ordinary one
+    moving: list[tuple[Move, int]] = field(default_factory=list)  # moves away from it, and tokens computed with it
 
 
 class RunningSet:
@@ -92,6 +94,14 @@ class WorkerState:
     searches: bool = False  # a beam search may be running
     swap_us_per_block: float = 0.0  # one way, as measured; 0 before any swap
     draining: bool = False
+    role: Role = Role.MIXED
+    takes_new: bool = True  # whether sequences of the queue enter here (scheduler.core.roles)
+    departing: list[Move] = field(default_factory=list)  # of what runs here
+    arriving: list[Move] = field(default_factory=list)  # of what runs elsewhere, with blocks held here
+    fetching: dict[int, Fetching] = field(default_factory=dict)  # without an answer, by number; into this worker
+    lent: dict[int, Fetching] = field(default_factory=dict)  # out of it
+    drop_fetches: list[int] = field(default_factory=list)  # whose answers the next plan acknowledges
+    fetch_us: dict[str, float] = field(default_factory=dict)  # source -> time of a block, as measured
     trial: int = 0  # the group of suspects (scheduler.core.suspects) that has the worker for itself; 0: none
     backlog: bool = False  # work was in hand when the last result came
     # Left-padded prefill of a static batch: (columns done, columns in all); None outside of one.
@@ -212,8 +222,9 @@ class WorkerState:
         return own
 
     def committed_blocks(self) -> int:
-        """Blocks in use if every running sequence reached its max_tokens, sharing nothing."""
-        return sum(map(self.worst_case_blocks, self.running))
+        """Blocks in use if every sequence that runs or is coming reached its max_tokens, sharing nothing."""
+        coming = sum(self.worst_case_blocks(move.sequence) for move in self.arriving)
+        return coming + sum(map(self.worst_case_blocks, self.running))
 
     def worst_case_blocks(self, sequence: Sequence) -> int:
         """Blocks that it and what will fork from it have at their max_tokens, sharing nothing."""
@@ -275,11 +286,11 @@ class WorkerState:
 
     @property
     def occupied(self) -> int:
-        """Slots in use or spoken for: a search keeps as many as it has beams at most."""
+        """Slots in use or spoken for: a search keeps as many as it has beams at most, and what is coming has one."""
         if not self.has_searches:
-            return len(self.running)
+            return len(self.running) + len(self.arriving)
         beams = {id(s.group): s.group.width for s in self.sequences() if s.group is not None}
-        return sum(s.group is None for s in self.running) + sum(beams.values())
+        return sum(s.group is None for s in self.running) + len(self.arriving) + sum(beams.values())
 
     @property
     def predicted_us(self) -> float:
@@ -304,7 +315,17 @@ class WorkerState:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.running or self.preempted or self.drops)
+        """Whether it may have something to plan, but for what waits in its queue."""
+        return bool(
+            self.running or self.preempted or self.drops or self.drop_fetches
+            or any(move.wants_plan for move in self.arriving)
+        )  # fmt: skip
+
+    @property
+    def transferring(self) -> bool:
+        """True if blocks here come free by themselves, without any plan for this worker: when a fetch is over, or when
+        somebody who gets no more rows is gone."""
+        return bool(self.fetching or self.lent) or any(move.sequence.leaving for move in self.departing)
 
     def sequences(self) -> Iterator[Sequence]:
         yield from self.running
@@ -316,3 +337,9 @@ class WorkerState:
         for sequence in self.sequences():
             yield sequence.pages
         yield self.pinned
+        for move in self.arriving:
+            yield move.pages
+        for fetching in self.fetching.values():
+            yield fetching.here
+        for fetching in self.lent.values():
+            yield fetching.there

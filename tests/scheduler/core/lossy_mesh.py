@@ -246,7 +246,7 @@ class LossyBox(ResumingBox):
         while wire.inbox:
             item = wire.inbox.popleft()
             if isinstance(item, Reset):
-                self.batches[worker].clear()
+                self.forget_batch(worker)
                 packed = wire.pages.packed(MOST_SNAPSHOT_BYTES)
                 wire.results.append(PageSnapshot(item.epoch, worker, item.incarnation, item.step, *packed))
                 continue
@@ -258,6 +258,10 @@ class LossyBox(ResumingBox):
             wire.ledger.record(item, encode(result))
             wire.results.append(result)
             return
+
+    def forget_batch(self, worker: str) -> None:
+        """A reset is carried out."""
+        self.batches[worker].clear()
 
     def crash(self, worker: str) -> None:
         """The process dies and starts again; its old results are still under way, and the scheduler has no idea."""

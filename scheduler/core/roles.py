@@ -1,0 +1,44 @@
+"""What workers' roles mean for who takes new prompts, and who may go on with what another has computed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from scheduler.core.worker_state import WorkerState
+from shared.messages import Capacity, Role
+
+
+def can_fetch(target: WorkerState, source: WorkerState) -> bool:
+    """True if KV blocks of ``source`` can be fetched by ``target``, and mean there what they mean here."""
+    return bool(source.capacity.transfer) and _form(target.capacity) == _form(source.capacity)
+
+
+def settle_newcomers(workers: Iterable[WorkerState]) -> list[WorkerState]:
+    """Set which of the workers of one queue take new prompts: all but those that decode, for which a prefill worker
+    computes prompts. It must be able to hand them over, and hold whatever they could: nothing waits for nobody.
+
+    Returns those with which that has changed.
+    """
+    workers = list(workers)
+    givers = [one for one in workers if one.role is Role.PREFILL and not one.draining]
+    changed = []
+    for worker in workers:
+        takes_new = worker.role is not Role.DECODE or not any(_covers(giver, worker) for giver in givers)
+        if takes_new is not worker.takes_new:
+            worker.takes_new = takes_new
+            changed.append(worker)
+    return changed
+
+
+def _covers(giver: WorkerState, worker: WorkerState) -> bool:
+    has, needs = giver.capacity, worker.capacity
+    return (
+        can_fetch(worker, giver)
+        and has.max_model_len >= needs.max_model_len
+        and has.num_blocks >= needs.num_blocks
+        and set(has.adapters) >= set(needs.adapters)
+    )
+
+
+def _form(capacity: Capacity) -> tuple[str, str, str, int]:
+    return capacity.model, capacity.dtype, capacity.kv_dtype, capacity.block_size
