@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from shared.config import MeshConfig, at_least, between, is_size, option
 from worker.lora_names import are_adapters
+from worker.transfer.transports import are_transports
 
 
 @dataclass(frozen=True)
@@ -80,11 +81,18 @@ class WorkerConfig(MeshConfig):
     transfer_host: str = option(
         "",
         "address at which other workers fetch this one's KV blocks, for migration and for prefill apart from decode; "
-        "auto: its own on the way to NATS; empty: nowhere. Blocks travel unencrypted, to who knows a key that beats tell",
+        "auto: its own on the way to NATS; off or empty: nowhere. Blocks travel unencrypted, to who knows a key that "
+        "beats tell",
     )
     transfer_port: int = option(
         0, "port at which other workers fetch KV blocks; 0: any free one", check=between(0, 65535)
     )  # fmt: skip
+    transfer_by: str = option(
+        "auto",
+        "how KV blocks may travel, first choice first: shm (between processes of a machine), nixl (where it is "
+        "installed), tcp; auto: all of them",
+        check=are_transports,
+    )
     metrics_host: str = option("127.0.0.1", "address of the metrics listener")
     metrics_port: int = option(9402, "port of the metrics listener; 0: any free one", check=between(0, 65535))
     drain_grace_s: float = option(30.0, "how long a stopping worker lets its sequences finish", check=at_least(0))

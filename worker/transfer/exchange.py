@@ -12,47 +12,59 @@ from shared.messages import Fetched
 from shared.ports import listen, listen_problem
 from worker.config import WorkerConfig
 from worker.ledger import Standing
+from worker.transfer import nixl, shared_memory
 from worker.transfer.addresses import Address, address_towards, is_wildcard, join
 from worker.transfer.fetches import Fetches
 from worker.transfer.gate import Gate
 from worker.transfer.launch import Call, OnLoop
 from worker.transfer.pages import PageMemory
-from worker.transfer.source import SendInline, Source
-from worker.transfer.ways import Tcp
+from worker.transfer.source import MakeSending, SendInline, Source
+from worker.transfer.transports import AUTO, NIXL, OFF, SHM, TCP, transports_of
+from worker.transfer.ways import Tcp, Way
 from worker.transfer.wire import KEY_BYTES
 
 log = logging.getLogger("headrace.worker.transfer")
 
-AUTO = "auto"
-
 Served = Callable[[str, int, str], None]
-"""(scheme, bytes, why not) of each request that a source has answered."""
+"""(transport, bytes, why not) of each request that a source has answered."""
 
 
 class Listening:
-    """The port at which others may fetch, bound before the model is loaded; ``addresses`` are told in beats."""
+    """Where others may fetch, bound before the model is loaded; ``addresses`` are told in beats."""
 
     def __init__(self, config: WorkerConfig) -> None:
         """Raises StartupError, one line, if it can't listen as the options ask."""
         self.key = secrets.token_hex(KEY_BYTES // 2)
         self.sockets: list[socket.socket] = []
         self.addresses: list[str] = []
-        if not config.transfer_host:
+        self.transports = transports_of(config)
+        if config.transfer_host in ("", OFF):
             return
+        place = self._listen(config) if {TCP, NIXL} & set(self.transports) else ""
+        for transport in self.transports:
+            if transport == SHM:
+                bound, name = shared_memory.listen()
+                self.sockets.append(bound)
+                self.addresses.append(str(Address(SHM, name, self.key)))
+            else:
+                self.addresses.append(str(Address(transport, place, self.key)))
+
+    def _listen(self, config: WorkerConfig) -> str:
+        """The host and port that others connect to."""
         host = config.transfer_host
         try:
-            towards = address_towards(config.nats) if host == AUTO or is_wildcard(host) else host
+            told = address_towards(config.nats) if host == AUTO or is_wildcard(host) else host
         except OSError as error:
             raise StartupError(
                 f"transfer-host {host}: this machine's own address is not to be found ({error}); name it"
             ) from None
-        host = towards if host == AUTO else host
+        host = told if host == AUTO else host
         try:
             bound = listen(host, config.transfer_port)
         except OSError as error:
             raise StartupError(listen_problem(host, config.transfer_port, error, "--transfer-port")) from None
         self.sockets.append(bound)
-        self.addresses.append(str(Address("tcp", join(towards, bound.getsockname()[1]), self.key)))
+        return join(told, bound.getsockname()[1])
 
     def close(self) -> None:
         for bound in self.sockets:
@@ -67,16 +79,25 @@ class Exchange:
         self, worker: str, incarnation: int, memory: PageMemory | None, listening: Listening,
         standing: Callable[[], Standing], call: Call, answer: Callable[[Fetched], None], served: Served,
     ) -> None:  # fmt: skip
-        self.fetches = Fetches(worker, incarnation, memory, {way.scheme: way for way in (Tcp(),)}, answer, call)
         self.addresses: list[str] = []
         self._source: Source | None = None
         self._ended = ""
+        ways: dict[str, Way] = {}
+        sending: dict[str, MakeSending] = {}
+        if memory is not None:
+            ways = {TCP: Tcp(), SHM: shared_memory.SharedMemory()}
+            sending = {TCP: SendInline, SHM: shared_memory.send_by_memory}
+            if NIXL in listening.transports:
+                agent = nixl.Nixl(f"{worker}-{incarnation}", memory)
+                ways[NIXL], sending[NIXL] = agent, agent.sending
+        ways = {transport: ways[transport] for transport in listening.transports if transport in ways}
+        self.fetches = Fetches(worker, incarnation, memory, ways, answer, call)
         if memory is None:
             listening.close()
         elif listening.sockets:
             gate = Gate(incarnation, memory.form, memory.num_blocks, standing)
-            ways = {"tcp": SendInline}
-            self._source = Source(memory, gate, listening.key, OnLoop(call, lambda: self._ended), ways, served)
+            launch = OnLoop(call, lambda: self._ended)
+            self._source = Source(memory, gate, listening.key, launch, sending, served)
             self._source.listen(listening.sockets)
             self.addresses = listening.addresses
             log.info("KV blocks can be fetched from %s", ", ".join(one.rpartition("/")[0] for one in self.addresses))

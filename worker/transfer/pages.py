@@ -59,6 +59,10 @@ class PageMemory(Protocol):
     num_blocks: int  # pages 1 .. num_blocks may be read and written
     page_bytes: int
 
+    def regions(self) -> list[Segment]:
+        """The memory that all segments below are parts of: it stays where it is."""
+        ...
+
     def outgoing(self, pages: Sequence[int], launch: Launch) -> Iterator[list[Segment]]:
         """The bytes of ``pages``, group by group: each valid until the next is asked for."""
         ...
@@ -89,6 +93,9 @@ class HostPages:
         self._pools = list(pools)
         self.num_blocks = len(pools[0]) - 1
         self.page_bytes = sum(pool.shape[1] for pool in pools)
+
+    def regions(self) -> list[Segment]:
+        return [pool.reshape(-1) for pool in self._pools]
 
     def outgoing(self, pages: Sequence[int], launch: Launch) -> Iterator[list[Segment]]:
         for group in groups(pages, self.page_bytes):

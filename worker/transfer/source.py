@@ -11,10 +11,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from worker.transfer.errors import TransferFailed
+from worker.transfer.errors import TransferFailed, WayUnusable
 from worker.transfer.gate import Gate, Request
 from worker.transfer.pages import Launch, PageMemory, Segment
-from worker.transfer.wire import STALL_S, Frame, checksum_of, receive_opening, send_done, send_failed, send_frame
+from worker.transfer.wire import STALL_S, Frame, checksum_of, receive_opening, send_done, send_frame, send_reason
 
 log = logging.getLogger("headrace.worker.transfer")
 
@@ -35,7 +35,7 @@ class Sending(Protocol):
 
     @property
     def checksum(self) -> int:
-        """Of all bytes that came in frames."""
+        """Of all page bytes that went through the connection."""
         ...
 
 
@@ -54,6 +54,7 @@ class SendInline:
 
 
 MakeSending = Callable[[socket.socket], Sending]
+"""Raises WayUnusable where it can't be."""
 
 
 class Source:
@@ -141,9 +142,9 @@ class Source:
             pages = self._gate.pages(request)
             way = self._ways.get(request.by)
             if way is None:
-                raise TransferFailed(f"it sends nothing by {request.by!r}")
-            sending = way(connection)
+                raise WayUnusable(f"it sends nothing by {request.by!r}")
             self._check(request)
+            sending = way(connection)
             sending.begin()
             with contextlib.closing(self._pages.outgoing(pages, self._launch)) as outgoing:  # type: ignore[type-var]
                 for segments in outgoing:
@@ -152,9 +153,9 @@ class Source:
             self._check(request)  # what was read before is what was asked for
             send_done(connection, sending.checksum)
             count = len(pages) * self._pages.page_bytes
-        except (TransferFailed, ValueError) as error:
+        except (TransferFailed, ValueError, WayUnusable) as error:
             self._served(request.by, 0, str(error))
-            send_failed(connection, str(error))
+            send_reason(connection, Frame.UNUSABLE if isinstance(error, WayUnusable) else Frame.FAILED, str(error))
             return
         self._served(request.by, count, "")
 

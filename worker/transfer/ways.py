@@ -28,7 +28,7 @@ CONNECT_S = 2.0
 class Taking(Protocol):
     """How the bytes of one fetch come."""
 
-    checksum: int  # of all that came in frames
+    checksum: int  # of all page bytes that came through the connection
 
     def take(self, segments: Sequence[Segment]) -> None:
         """Fill ``segments`` with the next group. Raises OSError, TransferFailed, WayUnusable."""

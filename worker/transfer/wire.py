@@ -1,7 +1,7 @@
 """What is said on a connection between two workers of which one fetches pages.
 
 The fetching side opens with MAGIC, the source's key and a request (msgpack). The source answers in frames: one for each
-group of pages, then DONE if they were valid to the end. FAILED may come in place of any, and is the last.
+group of pages, then DONE if they were valid to the end. FAILED and UNUSABLE may come in place of any, and are the last.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from enum import IntEnum
 
 import msgspec
 
-from worker.transfer.errors import TransferFailed
+from worker.transfer.errors import TransferFailed, WayUnusable
 from worker.transfer.gate import Request
 from worker.transfer.pages import Segment
 
@@ -43,8 +43,9 @@ class Frame(IntEnum):
     PAGES = 1  # the bytes of a group
     PLACES = 2  # where in the source's memory a group's bytes are: the fetching side gets them, then sends ACK
     SETUP = 3  # what the fetching side needs to know before the first of those
-    DONE = 4  # the checksum of all bytes that came in frames
+    DONE = 4  # the checksum of all bytes that came in PAGES
     FAILED = 5  # why
+    UNUSABLE = 6  # why this way does not work there; another may
 
 
 ACK = b"\x06"
@@ -88,15 +89,20 @@ def send_done(connection: socket.socket, checksum: int) -> None:
     send_frame(connection, Frame.DONE, head=_CHECKSUM.pack(checksum))
 
 
-def send_failed(connection: socket.socket, reason: str) -> None:
-    send_frame(connection, Frame.FAILED, head=reason.encode()[:MOST_REASON_BYTES])
+def send_reason(connection: socket.socket, kind: Frame, reason: str) -> None:
+    """``kind`` is FAILED or UNUSABLE."""
+    send_frame(connection, kind, head=reason.encode()[:MOST_REASON_BYTES])
 
 
 def receive_head(connection: socket.socket, wanted: Frame) -> int:
-    """How many bytes of a frame of the kind ``wanted`` follow. Raises TransferFailed if it is another, OSError."""
+    """How many bytes of a frame of the kind ``wanted`` follow.
+
+    Raises TransferFailed if it is another, WayUnusable if it says so, OSError.
+    """
     kind, size = _HEAD.unpack(receive_exactly(connection, _HEAD.size))
-    if kind == Frame.FAILED and size <= MOST_REASON_BYTES:
-        raise TransferFailed(receive_exactly(connection, size).decode("utf-8", "replace"))
+    if kind in (Frame.FAILED, Frame.UNUSABLE) and size <= MOST_REASON_BYTES:
+        reason = receive_exactly(connection, size).decode("utf-8", "replace")
+        raise TransferFailed(reason) if kind == Frame.FAILED else WayUnusable(reason)
     if kind != wanted:
         raise TransferFailed(f"the source sent a frame of kind {kind} in place of {wanted.name}")
     return int(size)

@@ -8,52 +8,13 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from transfer_pair import PATIENCE_S, ByPage, End, Held, content, host_pages
 
 from shared.messages import Fetch
 from worker.ledger import Standing
-from worker.transfer import pages as pages_module
 from worker.transfer import wire
 from worker.transfer.addresses import parse
 from worker.transfer.fetches import MOST_AT_ONCE
-
-SOURCE, TARGET = host_pages(1), host_pages(2)
-
-
-@pytest.fixture(scope="module")
-def pair() -> Iterator[tuple[End, End]]:
-    source, target = End("a", SOURCE), End("b", TARGET, listens=False)
-    yield source, target
-    source.close()
-    target.close()
-
-
-@given(
-    st.lists(st.integers(1, 40), min_size=1, max_size=40),
-    st.permutations(range(1, 41)),
-    st.sampled_from([1, 300, 1 << 20]),
-    st.integers(1, 1 << 30),
-)
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_what_is_fetched_is_equal_to_the_last_bit(
-    pair: tuple[End, End], there: list[int], here: list[int], group_bytes: int, number: int
-) -> None:
-    source, target = pair
-    here = here[: len(there)]
-    rest = sorted(set(range(41)) - set(here))
-    before = content(TARGET, rest)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pages_module, "GROUP_BYTES", group_bytes)
-        target.fetch(source, list(zip(there, here, strict=True)), number)
-        answer = target.answer()
-    assert answer.reason == "" and answer.transport == "tcp" and answer.fetch == number
-    assert answer.bytes == len(there) * SOURCE.page_bytes
-    assert source.served.get(timeout=PATIENCE_S) == ("tcp", answer.bytes, "")
-    assert content(TARGET, here) == content(SOURCE, there)
-    assert content(TARGET, rest) == before, "pages that nobody asked for"
-    target.begin(drop_fetches=[number])
 
 
 @pytest.fixture

@@ -48,7 +48,7 @@ class Worker:
         self.incarnation = incarnation
         self.bus = InProcessBus()
         self.registry = CollectorRegistry()
-        config = WorkerConfig(transfer_host=transfer_host, drain_grace_s=20)
+        config = WorkerConfig(transfer_host=transfer_host, simulate=True, drain_grace_s=20)
         metrics = WorkerMetrics(self.registry, "m")
         self.service = WorkerService(
             config, name, incarnation, self.bus, self.bus, metrics, Tracing("test", "test", "", 0.0)
@@ -148,11 +148,11 @@ def test_a_sequence_goes_on_where_its_pages_were_fetched_to() -> None:
         answers = await b.hears(Fetched, 2)
         size = 4 * 8
         assert [(one.fetch, one.reason, one.bytes, one.transport) for one in answers] == [  # type: ignore[attr-defined]
-            (1, "", 2 * size, "tcp"), (2, "", 3 * size, "tcp"),
+            (1, "", 2 * size, "shm"), (2, "", 3 * size, "shm"),
         ]  # fmt: skip
-        assert b.counted("headrace_kv_fetched_bytes_total", transport="tcp") == 5 * size
-        assert a.counted("headrace_kv_served_bytes_total", transport="tcp") == 5 * size
-        assert b.counted("headrace_kv_fetch_seconds_count", transport="tcp") == 2
+        assert b.counted("headrace_kv_fetched_bytes_total", transport="shm") == 5 * size
+        await until(lambda: a.counted("headrace_kv_served_bytes_total", transport="shm") == 5 * size, "a's count", 60)
+        assert b.counted("headrace_kv_fetch_seconds_count", transport="shm") == 2
         assert [one.fetch for one in (await b.beat()).fetched] == [1, 2], "told until they were heard"
         went_on = start([*PROMPT, EXPECTED[0]], [11, 12, 14, 13, 20], computed=len(PROMPT))
         hashes = [(11, bytes([1]) * DIGEST_BYTES)]
@@ -174,14 +174,15 @@ def test_a_fetch_that_fails_is_answered_and_harms_nothing_else() -> None:
         await b.plan(2, decodes=[0], fetches=[await b.order(a, [(3, 11)], after=2)])
         [answer] = await b.hears(Fetched, 1)
         assert isinstance(answer, Fetched) and answer.reason == "it was reset after step 2" and answer.bytes == 0
-        assert b.counted("headrace_kv_fetch_failures_total", transport="tcp") == 1
+        assert b.counted("headrace_kv_fetch_failures_total", transport="shm") == 1
         assert a.counted("headrace_kv_fetches_refused_total") == 1
         assert await b.tokens(2) == EXPECTED[:2]
         order = await b.order(a, [(3, 11)], after=2, number=2)
         a.stop.set()
         await until(lambda: not a.service._loop.alive, "a is gone", 60)  # type: ignore[union-attr]
         await b.plan(3, fetches=[order])
-        assert (await b.hears(Fetched, 2))[1].reason.startswith("tcp: ")  # type: ignore[attr-defined]
+        reason = (await b.hears(Fetched, 2))[1].reason  # type: ignore[attr-defined]
+        assert reason.startswith("shm: ") and "; tcp: " in reason
 
     run(scenario)
 

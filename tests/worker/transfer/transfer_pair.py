@@ -40,13 +40,16 @@ def content(memory: PageMemory, pages: Sequence[int]) -> list[bytes]:
 class End:
     """One worker: its exchange, and what it has answered."""
 
-    def __init__(self, name: str, memory: PageMemory | None, *, listens: bool = True, **options: object) -> None:
+    def __init__(
+        self, name: str, memory: PageMemory | None, *, listens: bool = True, by: str = "tcp", **options: object
+    ) -> None:
         self.name = name
         self.memory = memory
         self.standing = Standing(1, 1, 5)
         self.answers: queue.SimpleQueue[Fetched] = queue.SimpleQueue()
         self.served: queue.SimpleQueue[tuple[str, int, str]] = queue.SimpleQueue()
-        config = WorkerConfig(transfer_host="127.0.0.1" if listens else "", **options)  # type: ignore[arg-type]
+        host = "127.0.0.1" if listens else ""
+        config = WorkerConfig(transfer_host=host, transfer_by=by, **options)  # type: ignore[arg-type]
         self.exchange = Exchange(
             name, INCARNATION, memory, Listening(config), lambda: self.standing, self.call, self.answers.put,
             lambda *told: self.served.put(told),
@@ -79,6 +82,9 @@ class ByPage:
     def __init__(self, memory: HostPages) -> None:
         self._memory = memory
         self.form, self.num_blocks, self.page_bytes = memory.form, memory.num_blocks, memory.page_bytes
+
+    def regions(self) -> list[Segment]:
+        return self._memory.regions()
 
     def outgoing(self, pages: Sequence[int], launch: Launch) -> Iterator[list[Segment]]:
         for page in pages:

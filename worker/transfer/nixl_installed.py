@@ -1,0 +1,17 @@
+"""Whether NIXL is there, without loading it."""
+
+from __future__ import annotations
+
+import importlib.util
+
+PACKAGES = ("nixl", "nixl_cu12", "nixl_cu13")
+"""What it is installed as: by the name of CUDA's version or, with the package for all of them, without."""
+
+
+def installed_as() -> str:
+    """The package to import; empty if there is none."""
+    return next((name for name in PACKAGES if importlib.util.find_spec(name) is not None), "")
+
+
+def is_installed() -> bool:
+    return bool(installed_as())
