@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Protocol
 
 from scheduler.core.draft import PlanDraft
 from scheduler.core.events import Counters
 from scheduler.core.fairness import VirtualTokenCounters
 from scheduler.core.lengths import OutputLengths
 from scheduler.core.limits import Limits
-from scheduler.core.placement import Placing
 from scheduler.core.projection import Growing, Projection
 from scheduler.core.sequence import Lack, Sequence, pages_for
 from scheduler.core.suspects import Suspects
@@ -40,6 +40,14 @@ the time of one step that only reads the weights."""
 Join = Callable[[WorkerState, Sequence, Placement, PlanDraft], None]
 
 
+class Look(Protocol):
+    """What a worker that looks at a queue leaves to others (see ``placement`` and ``lending``)."""
+
+    spent: bool  # it has its share: the look is over
+
+    def leaves(self, worker: WorkerState, sequence: Sequence, now: int, refused: bool = False) -> bool: ...
+
+
 class Admission:
     def __init__(
         self, limits: Limits, counters: Counters, lengths: OutputLengths, fairness: VirtualTokenCounters,
@@ -54,9 +62,10 @@ class Admission:
         self._suspects = suspects
 
     def admit(
-        self, worker: WorkerState, queue: WaitingQueue, draft: PlanDraft, placing: Placing, join: Join, now: int
+        self, worker: WorkerState, queue: WaitingQueue, draft: PlanDraft, placing: Look, join: Join, now: int
     ) -> list[Sequence]:
-        """Admit what may enter now; each is removed from the queue and joined."""
+        """Admit what may enter now; each is removed from the queue and joined. The queue may be one that the worker
+        only borrows from: there it takes what fits, in order, and neither blocks nor passes anybody."""
         limits = self._limits
         chosen: list[tuple[Sequence, Placement]] = []
         pass_ = _Pass(self, worker, now)
@@ -71,6 +80,7 @@ class Admission:
         looked = 0
         awaiting = False
         suspects = bool(self._suspects)
+        borrowed = queue.key != worker.serves
         worker.lack = (Lack.TURN, "")
         for sequence in queue.order(now):
             if pass_.free_slots <= 0:
@@ -107,6 +117,8 @@ class Admission:
                 continue
             if pass_.head is None:
                 if not pass_.fits(sequence, placement):
+                    if borrowed:
+                        break
                     if sequence is not queue.blocked and placing.leaves(worker, sequence, now, refused=True):
                         sequence.waits_for(Lack.WORKER, "", now)
                         continue
@@ -137,7 +149,7 @@ class Admission:
             pass_.joined(sequence, placement)
         for sequence, _ in chosen:
             queue.remove(sequence)
-        full = (pass_.head is not None or pass_.free_slots <= 0) and not awaiting
+        full = (pass_.head is not None or pass_.free_slots <= 0) and not (awaiting or borrowed)
         worker.full_look = (worker.next_step, queue.changes, worker.pool.releases) if full else None
         return [sequence for sequence, _ in chosen]
 

@@ -15,6 +15,7 @@ from scheduler.core.blocks import BlockPool
 from scheduler.core.events import Applied, CoreEvent, Ended, Failed
 from scheduler.core.fleet import Fleet
 from scheduler.core.held_planner import HeldBatchPlanner
+from scheduler.core.lending import borrower
 from scheduler.core.lengths import rank_of
 from scheduler.core.limits import Limits
 from scheduler.core.losses import speaks
@@ -193,7 +194,11 @@ class SchedulerCore(MovingState):
             self._end_trial(worker)
         if any(plan.trial != worker.trial for plan in worker.in_flight):
             return None, events  # suspects run with nobody beside them, nor before or after them
-        queue = self._queues[worker.serves].queue
+        queue, lending = self._queues[worker.serves].queue, None
+        if self._rules.lent and not (queue or self._suspects or self.policy.holds_batch):
+            lending = borrower(worker, self._queues, self._rules, self.limits)
+        if lending is not None:
+            queue = lending.queue
         admit = worker.takes_new and len(queue) > 0 and self.policy.admits(self._view(worker, queue, now))
         if not (worker.has_work or admit):
             return None, events
@@ -202,7 +207,8 @@ class SchedulerCore(MovingState):
             if self.policy.holds_batch:
                 draft = self._held.draft(worker, queue, admit, now)
             else:
-                draft = self._continuous.draft(worker, queue, admit, self._placing(queue.key), now, events)
+                placing = lending or self._placing(queue.key)
+                draft = self._continuous.draft(worker, queue, admit, placing, now, events)
                 self._transfer(worker, draft, now, events)
             if not draft.empty:
                 plan = draft.finish(self.epoch, now)
@@ -300,6 +306,10 @@ class SchedulerCore(MovingState):
             first.update(dict.fromkeys(placed))
             if others or len(window) < len(state.queue) or len(state.workers) < 2:
                 resting.difference_update(state.workers)
+        for key, state in self._queues.items():
+            if state.queue and not state.fleet.has_room:
+                for lender in self._rules.lenders_to(key.pool):
+                    resting.difference_update(worker.name for worker in self.workers_of(key.model, lender))
         known = set(names)
         asked = [name for name in first if name in known]
         return asked + [name for name in names if name not in first and name not in resting]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from scheduler.core.events import CoreEvent, Failed
+from scheduler.core.pools import QueueKey
 from scheduler.core.searching import SearchingState
 from scheduler.core.sequence import Sequence, Status
+from scheduler.core.state import QueueState
 from scheduler.core.worker_state import WorkerState
 from shared.messages import EndReason
 
@@ -42,7 +44,20 @@ class LosingState(SearchingState):
         del state.workers[name]
         state.fleet.forget(name)
         state.worker_lost_ns = max(1, now)
+        if not state.workers:
+            self._overflow(state)
         return events
+
+    def _overflow(self, state: QueueState) -> None:
+        """A pool has lost its last worker: what waits goes where the rules say, if that can hold it, and else waits."""
+        model, pool = state.queue.key
+        for other in self._rules.overflow.get(pool, ()):
+            target = self._queues.get(QueueKey(model, other))
+            live = [one for one in target.workers.values() if not one.draining] if target is not None else []
+            for head in list(state.queue):
+                if target is not None and any(one.can_hold(head) for one in live):
+                    self._unpin(head)
+                    head.move_home(target.queue)
 
     # --- suspects (scheduler.core.suspects) -------------------------------------------------------------------------
 

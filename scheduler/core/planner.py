@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from scheduler.core.admission import Admission
+from scheduler.core.admission import Admission, Look
 from scheduler.core.draft import PlanDraft
 from scheduler.core.events import CoreEvent, Counters, Preempted
 from scheduler.core.limits import Limits
-from scheduler.core.placement import Placing
 from scheduler.core.sequence import Lack, Sequence, Status, pages_for
 from scheduler.core.step_time import attention_pairs
 from scheduler.core.suspects import Suspects
@@ -37,7 +36,7 @@ class ContinuousPlanner:
         self._transfers = transfers
 
     def draft(
-        self, worker: WorkerState, queue: WaitingQueue, admit: bool, placing: Placing, now: int,
+        self, worker: WorkerState, queue: WaitingQueue, admit: bool, placing: Look, now: int,
         events: list[CoreEvent],
     ) -> PlanDraft:  # fmt: skip
         limits = self._limits

@@ -86,6 +86,10 @@ class PoolRules:
         """The pool whose range a prompt of so many tokens is in."""
         return next((name for name, range_ in self.ranges.items() if tokens in range_), None)
 
+    def lenders_to(self, pool: str) -> list[str]:
+        """Pools whose idle workers may take its requests."""
+        return [lender for lender, borrowers in self.lent.items() if pool in borrowers]
+
     def too_long_for(self, pool: str, tokens: int) -> bool:
         """True if the pool is one of shorter prompts: nothing may bring a longer one there."""
         return pool in self.ranges and tokens > self.ranges[pool].high

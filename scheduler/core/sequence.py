@@ -116,6 +116,15 @@ class Sequence:
         if len(self.causes) < MOST_CAUSES:
             self.causes.append((now, lack, by))
 
+    def move_home(self, queue: WaitingQueue) -> None:
+        """Wait in another queue, with the choices that fork from it."""
+        self.home.remove(self)
+        for one in (self, *self.children):
+            one.home.waiting -= 1
+            queue.waiting += 1
+            one.home = queue
+        queue.push(self)
+
     @property
     def request_id(self) -> str:
         return self.submit.request_id

@@ -139,6 +139,10 @@ class CoreState:
         """Raise AssertionError unless the invariants hold (DESIGN 9: blocks, limits, each sequence in one place)."""
         for worker in self.workers.values():
             holders = list(worker.sequences())
+            for sequence in holders:
+                model, pool = sequence.home.key
+                borrowed = pool in self._rules.lent.get(worker.serves.pool, ())
+                assert sequence.home.key == worker.serves or (model == worker.serves.model and borrowed)
             worker.pool.check(worker.tables())
             coming = len(worker.arriving)
             assert len(worker.running) + len(worker.held) + coming <= self.limits.batch_slots(worker.capacity)

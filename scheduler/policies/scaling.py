@@ -1,4 +1,5 @@
-"""How many workers a pool of a model should have, and why: a pure function of what was seen, its memory passed in and out.
+"""How many workers a pool of a model should have, and why: a pure function of what was seen; its memory is passed in
+and out.
 
 Work is counted in tokens as a queue counts them (prompt and max_tokens), so that what arrives, waits and is served
 compare. Three needs may raise the number:

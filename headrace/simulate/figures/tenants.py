@@ -74,7 +74,7 @@ class WatchedCore(SchedulerCore):
         self.ledger = ledger
         self.heads = 0  # that were blocked while both tenants waited
         self._head: Sequence | None = None
-        self._ended: dict[str, int] = dict.fromkeys(ledger.pair, 0)  # output of ended sequences
+        self._generated: dict[str, int] = dict.fromkeys(ledger.pair, 0)  # output of ended sequences
         self._inputs: dict[str, int] = dict.fromkeys(ledger.pair, 0)
         self._greatest: dict[str, tuple[int, int, int]] = dict.fromkeys(ledger.pair, (0, 0, 0))
         self._admitted: set[tuple[str, int]] = set()
@@ -112,7 +112,7 @@ class WatchedCore(SchedulerCore):
         return plan, events
 
     def _look(self, queue: WaitingQueue) -> None:
-        units = {tenant: self._inputs[tenant] + count for tenant, count in self._ended.items()}
+        units = {tenant: self._inputs[tenant] + count for tenant, count in self._generated.items()}
         for worker in self.workers.values():
             for sequence in worker.sequences():
                 units[sequence.submit.tenant] += OUTPUT_WEIGHT * sequence.generated
@@ -121,7 +121,7 @@ class WatchedCore(SchedulerCore):
 
     def _end(self, sequence: Sequence, reason: str, now: int, status: Status = Status.ENDED) -> None:
         if sequence.status is not Status.WAITING:
-            self._ended[sequence.submit.tenant] += OUTPUT_WEIGHT * sequence.generated
+            self._generated[sequence.submit.tenant] += OUTPUT_WEIGHT * sequence.generated
         super()._end(sequence, reason, now, status)
 
 
