@@ -20,6 +20,7 @@ from kernels.triton.activation import gated
 from kernels.triton.norm import add_rms_norm, rms_norm
 from kernels.triton.rotary import Rotation, rotate_and_write
 from worker.decoder import Rotations, activation_of, biases, joined, norm_epsilon
+from worker.device.lora import keep_rows, running
 from worker.device.model import ANY_NUMBER
 
 AllReduce = Callable[[torch.Tensor], torch.Tensor]
@@ -132,9 +133,20 @@ class FusedDecoder:
 
     @torch.inference_mode()
     def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, batch: DeviceBatch, keep: torch.Tensor
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        batch: DeviceBatch,
+        keep: torch.Tensor,
+        adapters: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See :meth:`worker.device.model.DeviceModel.forward`."""
+        with running(adapters):
+            return self._forward(token_ids, positions, batch, keep)
+
+    def _forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, batch: DeviceBatch, keep: torch.Tensor
+    ) -> torch.Tensor:
         weights = self.weights
         plan = self.kernel.plan_device(batch)
         residual = nn.functional.embedding(token_ids, weights.embedding)
@@ -149,6 +161,7 @@ class FusedDecoder:
             attended = self.kernel.read(plan, cache, query, self.attention[index]).flatten(1)
             if index == last:  # from here on rows go their own ways
                 attended, residual = attended.index_select(0, keep), residual.index_select(0, keep)
+                keep_rows(keep)
             part = self._all_reduce(layer.out(attended))
             x, residual = add_rms_norm(part, residual, layer.mlp_norm, weights.eps)
             part = self._all_reduce(layer.down(gated(layer.gate_up(x), weights.activation)))

@@ -17,6 +17,7 @@ from transformers.pytorch_utils import Conv1D
 
 from kernels.contract import DeviceBatch, DeviceKernel, LayerAttention, LayerCache
 from worker.attention import PagedPass, answering
+from worker.device.lora import running
 from worker.experts import STATIC_TOKENS, is_experts, runs_grouped
 from worker.linear import with_hooks_of
 
@@ -35,9 +36,15 @@ class DeviceModel(Protocol):
     graph_tokens: int  # a step of more tokens may not be captured in a graph; 0: none may
 
     def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, batch: DeviceBatch, keep: torch.Tensor
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        batch: DeviceBatch,
+        keep: torch.Tensor,
+        adapters: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """``[T]`` ids and positions, ``[K]`` rows whose logits are wanted (all int64) to logits ``[K, vocab_size]``.
+        ``adapters`` ``[T]``: the number of each row's LoRA adapter, below 0 for none; None where no row has one.
 
         Never waits for the device; may be captured if ``batch.host`` is None.
         """
@@ -59,12 +66,17 @@ class ModuleModel:
 
     @torch.inference_mode()
     def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, batch: DeviceBatch, keep: torch.Tensor
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        batch: DeviceBatch,
+        keep: torch.Tensor,
+        adapters: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See :meth:`DeviceModel.forward`."""
         calls = PagedPass(self.kernel, self.kernel.plan_device(batch), self.layers, self.caches)
         given = {"input_ids": token_ids[None], "position_ids": positions[None], "use_cache": False}
-        with answering(calls):
+        with answering(calls), running(adapters):
             if not len(keep):  # it only fills the KV cache
                 self.module.base_model(**given)
                 return token_ids.new_empty((0, self.vocab_size), dtype=self.module.dtype)

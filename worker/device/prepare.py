@@ -20,9 +20,11 @@ from shared.lifecycle import StartupError
 from worker import experts
 from worker.decoder import NotThisShape, rotations
 from worker.decoder_trial import TRIAL_TOKENS
-from worker.device import quantize, trial
+from worker.device import lora, quantize, trial
 from worker.device.decoder import FusedDecoder, FusedWeights, fuse
 from worker.device.model import DeviceModel, ModuleModel, freeze_rotations, graph_tokens, replace_linears, waits
+from worker.linear import MIN_ROWS
+from worker.lora_files import Adapter, check_fits
 from worker.model import LoadedModel, end_tokens, most_positions, run_trial
 from worker.parallel.ranks import mine
 
@@ -67,12 +69,16 @@ def prepare(
     scheme: str = "none",
     batch_invariant: bool = False,
     longest: int | None = None,
+    adapters: Sequence[Adapter] = (),
 ) -> Prepared:
     """``module``, on ``device`` already unless it is to be quantised (``scheme``), becomes a device model.
 
-    ``longest``: the longest sequence that will come, if it is known. Raises StartupError, one line.
+    ``longest``: the longest sequence that will come, if it is known. Rows may have the ``adapters``, by their number.
+    Raises StartupError, one line.
     """
     module.eval().requires_grad_(False)
+    check_fits(module, adapters)
+    make = InvariantLinear if batch_invariant else lora.product
     dtype: torch.dtype = module.dtype
     found, _ = run_trial(name, module, module.device)
     geometry = Geometry(*next(iter(found.shapes)), block_size)
@@ -87,6 +93,7 @@ def prepare(
     model: DeviceModel
     if weights is not None:
         _convert_fused(weights, device, scheme, batch_invariant)
+        lora.attach_to_fused(module, weights.layers, adapters, make, device)
         count = min(filter(None, (longest, limit)), default=TRIAL_TOKENS)
         rotary = module.base_model.rotary_emb.to(device)
         turns = rotations(rotary, torch.arange(count, device=device), dtype)
@@ -95,8 +102,11 @@ def prepare(
     else:
         log.info("%s runs module by module: %s", name, reason)
         _convert_module(name, module, device, scheme, batch_invariant)
+        lora.attach_to_module(module, adapters, make, device)
         freeze_rotations(module)
-        waiting = waits(lambda: run_trial(name, module, device))
+        first = torch.zeros(MIN_ROWS, dtype=torch.int64, device=device) if adapters else None
+        with lora.running(first):
+            waiting = waits(lambda: run_trial(name, module, device))
         model = ModuleModel(module, kernel, found.layers, vocab_size, graph_tokens(module, waiting))
     loaded = LoadedModel(
         module=module,
@@ -111,6 +121,7 @@ def prepare(
         logits_capped=False,
         dtype=dtype,
         device=device,
+        adapters=tuple(adapter.name for adapter in adapters),
     )
     return Prepared(model, kernel, geometry, loaded)
 

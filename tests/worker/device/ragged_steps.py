@@ -35,6 +35,7 @@ class RaggedSteps:
         self.done = [0] * len(lengths)
         model.caches = [kernel.allocate(1 + sum(needed)) for _ in range(layers)]
         self.logits: list[list[torch.Tensor]] = [[] for _ in lengths]
+        self.adapters: list[int] | None = None  # by sequence; a filler has none
 
     def step(self, counts: dict[int, int], keep_all: bool = True, fillers: int = 0) -> torch.Tensor:
         """``counts[s]`` more tokens of sequence s; ``fillers`` rows behind them stand for nothing."""
@@ -53,9 +54,13 @@ class RaggedSteps:
             starts, np.array(positions + [0] * fillers) + 1, self.tables[list(counts)], np.array(slots + [0] * fillers)
         )
         keep = torch.arange(len(tokens)) if keep_all else torch.tensor([], dtype=torch.int64)
+        numbers = None
+        if self.adapters is not None:
+            numbers = torch.tensor([self.adapters[owner] for owner in owners] + [-1] * fillers)
         out = self.model.forward(
-            torch.tensor(tokens + [0] * fillers), torch.tensor(positions + [0] * fillers), on_device(batch, CPU), keep
-        )
+            torch.tensor(tokens + [0] * fillers), torch.tensor(positions + [0] * fillers), on_device(batch, CPU), keep,
+            numbers,
+        )  # fmt: skip
         for owner, row in zip(owners, out, strict=keep_all):
             self.logits[owner].append(row)
         return out
