@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shared.config import MeshConfig, at_least, between, is_size, option
+from shared.pool_name import is_pool_name
 from worker.lora_names import are_adapters
 from worker.transfer.transports import are_transports
 
@@ -30,6 +31,11 @@ class WorkerConfig(MeshConfig):
         "int8, int4 (of groups) and fp8 (e4m3; activations too)",
         choices=("none", "int8", "int4", "fp8"),
     )
+    pool: str = option(
+        "", "pool of workers that this one is in, apart from the model's others (see --pools of the scheduler); empty: "
+        "the pool default",
+        check=is_pool_name,
+    )  # fmt: skip
     lora: str = option(
         "", "LoRA adapters that requests may run with: NAME=FOLDER in PEFT's layout, several separated by commas",
         check=are_adapters,

@@ -115,7 +115,9 @@ class WorkerService:
         self._runner = runner
         self._followers = followers
         self._exchange = self._open_exchange(runner)
-        self._capacity = msgspec.structs.replace(capacity, transfer=self._exchange.addresses)
+        self._capacity = msgspec.structs.replace(
+            capacity, pool=self._config.pool, transfer=self._exchange.addresses
+        )  # fmt: skip
         self._loop = StepLoop(
             runner, batch, self._ledger.current, self._deliver, self._answer_reset, self._exchange.fetches
         )  # fmt: skip

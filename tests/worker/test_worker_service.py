@@ -47,7 +47,7 @@ class Shell:
         self.bus = InProcessBus(max_payload)
         self.metrics = WorkerMetrics(CollectorRegistry(), "m")
         self.service = WorkerService(
-            WorkerConfig(), "w", 7, self.bus, self.bus, self.metrics, Tracing("test", "test", "", 0.0)
+            WorkerConfig(pool="chat"), "w", 7, self.bus, self.bus, self.metrics, Tracing("test", "test", "", 0.0)
         )
 
     async def tell(self, message: AnyMessage) -> None:
@@ -165,6 +165,16 @@ def test_a_roll_call_on_the_step_subject_is_answered_by_a_beat() -> None:
 
     shell = run(scenario)
     assert shell.metrics.bad_messages._value.get() == 1, "a beat is none of its business"
+
+
+def test_its_beats_tell_its_pool_once_the_model_is_loaded() -> None:
+    async def scenario(shell: Shell) -> None:
+        beats = await shell.hears(WorkerBeat, 2)
+        assert isinstance(beats[0], WorkerBeat) and beats[0].capacity is None
+        assert isinstance(beats[1], WorkerBeat) and beats[1].capacity is not None
+        assert beats[1].capacity.pool == "chat"
+
+    run(scenario)
 
 
 def test_it_is_ready_once_its_model_is_loaded_and_until_it_stops() -> None:
