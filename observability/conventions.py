@@ -12,6 +12,7 @@ server span, whichever service records them:
 | ``stream`` | gateway | first token in - last byte handed over; events while the client takes nothing |
 | ``resume`` | gateway | a loss noticed - the request's next token |
 | ``queue`` | scheduler | submitted - admitted; an event each time that what it waits for changes |
+| ``move`` | scheduler | last result at one worker in - first plan at another; why, where to, what was fetched |
 | ``preempted`` | scheduler | left the batch - came back; why, for whom, and what it waited for |
 | ``prefill`` | worker | first row - first token; an event for each chunk |
 | ``decode`` | worker | first token - end, preemption or cancel |
@@ -28,6 +29,7 @@ TOKENIZE = "tokenize"
 STREAM = "stream"
 RESUME = "resume"
 QUEUE = "queue"
+MOVE = "move"
 PREEMPTED = "preempted"
 PREFILL = "prefill"
 DECODE = "decode"
@@ -69,6 +71,9 @@ LACK = "headrace.lack"  # what it waits for (scheduler.core.sequence.Lack)
 IN_THE_WAY = "headrace.in_the_way"  # the request that it waits behind
 CAUSE = "headrace.cause"  # of a preemption or a loss
 ATTEMPT = "headrace.attempt"  # the one that went on
+TARGET = "headrace.target"  # of a move: the worker that goes on
+MOVED_BYTES = "headrace.moved_bytes"  # KV blocks that were fetched for it
+TRANSPORT = "headrace.transport"
 PREEMPTED_BY = "headrace.preempted_by"  # the request whose growth it was
 PREEMPTIONS = "headrace.preemptions"
 QUEUE_POSITION = "headrace.queue_position"

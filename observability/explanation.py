@@ -28,6 +28,12 @@ LACKS = {
     "message": "the plan could carry no more prompts",
 }
 
+MOVES = {
+    "role": "its prompt is computed, and another worker decodes",
+    "drain": "its worker stops, and another one goes on",
+    "balance": "its worker runs out of KV blocks, and another one goes on",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Interval:
@@ -147,13 +153,22 @@ def _life(request: RequestTrace, choice: ChoiceTrace, end_ns: int, steps: Sequen
             begin = min(next(joined, 0) or until, until)
             yield from _life(request, parent, begin, steps)
         else:
-            yield from _waited(request.request_id, choice, at, begin, steps, left)
-        again = "" if left is None else "interruption" if left.interrupted else "preemption"
+            if left is not None and left.moved_to:
+                yield Interval(at, begin, "move", _why_moved(left), left.moved_to)
+            else:
+                yield from _waited(request.request_id, choice, at, begin, steps, left)
+        again = "" if left is None or left.moved_to else "interruption" if left.interrupted else "preemption"
         yield from _ran(request.request_id, choice, stay, begin, until, steps, usual, again)
         at, left = until, stay
         if at >= end_ns:
             return
     yield from _waited(request.request_id, choice, at, end_ns, steps, left)
+
+
+def _why_moved(left: Stay) -> str:
+    reason = MOVES.get(left.why_left, left.why_left)
+    took = f"{left.moved_bytes / (1 << 20):,.1f} MiB of KV blocks in {left.fetch_us / 1000:,.1f} ms"
+    return f"{reason}: {took}" + (f" over {left.transport}" if left.transport else "")
 
 
 def _waited(

@@ -65,7 +65,7 @@ def summary(request: RequestTrace) -> dict[str, Any]:
         "prompt_tokens": request.prompt_len,
         "generated_tokens": sum(choice.generated for choice in request.choices.values()),
         "choices": len(request.choices),
-        "preemptions": sum(not stay.interrupted for choice in request.choices.values() for stay in choice.stays[:-1]),
+        "preemptions": sum(stay.preempted for choice in request.choices.values() for stay in choice.stays[:-1]),
         "interruptions": len(interruptions),
         "interrupted": [f"{one.why}; resumed as attempt {one.attempt}" for one in interruptions],
         "live": request.live,

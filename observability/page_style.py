@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import html
 
-STAGES = ("receive", "tokenise", "submit", "queue", "preempted", "interrupted", "prefill", "decode", "stream", "bus")
+STAGES = ("receive", "tokenise", "submit", "queue", "preempted", "interrupted", "prefill", "move", "decode",
+          "stream", "bus")  # fmt: skip
 """In the order of a request's life; each has a colour (``--queue``) and a class (``s-queue``)."""
 
 STYLE = """
 :root { color-scheme: light dark;
   --ink: #1a1f2b; --soft: #667085; --page: #f5f6f8; --card: #fff; --line: #e3e6eb; --well: #eef0f4; --accent: #2f6fed;
   --receive: #98a2b3; --tokenise: #b58b5a; --submit: #98a2b3; --bus: #98a2b3; --queue: #f0a020; --preempted: #d92d3a;
-  --interrupted: #8e2a8b;
+  --interrupted: #8e2a8b; --move: #c2681f;
   --prefill: #3b7ded; --decode: #23a26d; --recompute: #e5484d; --padding: #b6bdc9; --stream: #4fb8d8; --swap: #9b6ef3 }
 @media (prefers-color-scheme: dark) { :root {
   --ink: #e8ebf1; --soft: #8d97a9; --page: #0d1017; --card: #151a23; --line: #242b38; --well: #1d2430;
   --accent: #6ea0ff;
   --receive: #667085; --submit: #667085; --bus: #667085; --queue: #f5b344; --preempted: #ff5d64; --prefill: #5b96ff;
-  --interrupted: #d06bcd; --decode: #35c98a; --recompute: #ff6369; --padding: #4b5565; --stream: #62cbe8 } }
+  --interrupted: #d06bcd; --move: #e08a44; --decode: #35c98a; --recompute: #ff6369; --padding: #4b5565;
+  --stream: #62cbe8 } }
 * { box-sizing: border-box }
 body { margin: 0 auto; max-width: 80rem; padding: 1.2rem 1.5rem 3rem; background: var(--page); color: var(--ink);
   font: 14px/1.5 "Inter", system-ui, sans-serif }

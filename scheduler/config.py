@@ -96,6 +96,17 @@ class SchedulerConfig(MeshConfig):
     admission_watermark: float = option(
         0.02, "share of the KV blocks kept free when a sequence is admitted", check=between(0, 0.5)
     )
+    max_arrivals: int = option(
+        32, "most sequences that are on their way to one worker, by their KV blocks", check=at_least(1)
+    )
+    transfer_timeout_s: float = option(
+        5.0,
+        "how long a fetch of KV blocks may take, and a sequence pause for it; then it goes on where it is",
+        check=at_least(0.1),
+    )
+    balance: bool = option(
+        True, "a worker that is about to preempt hands over to one with room, where it offers its KV blocks"
+    )
     run_ahead: int = option(2, "plans in flight per worker; 1 turns run-ahead off", check=between(1, 8))
     lease_s: float = option(
         1.5,
@@ -163,6 +174,9 @@ class SchedulerConfig(MeshConfig):
             max_num_queued_reqs=self.max_num_queued_reqs,
             max_num_queued_tokens=self.max_num_queued_tokens,
             admission_watermark=self.admission_watermark,
+            max_arrivals=self.max_arrivals,
+            transfer_timeout_ns=int(self.transfer_timeout_s * 1e9),
+            balance=self.balance,
         )
 
     def scaling(self) -> ScalingPolicy:

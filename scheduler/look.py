@@ -80,6 +80,8 @@ def _worker(worker: WorkerState) -> dict[str, Any]:
         "pool": worker.serves.pool,
         "device": worker.capacity.device,
         "draining": worker.draining,
+        "role": worker.role,
+        "moves": {"to": len(worker.arriving), "from": len(worker.departing)},
         "running": len(worker.running),
         "preempted": len(worker.preempted),
         "block_size": worker.capacity.block_size,
@@ -137,6 +139,8 @@ def _row(one: CoreSequence, now: int) -> dict[str, Any]:
     stage = "decode" if one.first_token_ns else "prefill"
     if one.status in (Status.SETTLING, Status.PREEMPTED):
         stage = "preempted"
+    elif one.leaving:
+        stage = "move"
     elif one.preemptions and one.remaining > 1:
         stage = "recompute"
     return {

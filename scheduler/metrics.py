@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from observability.lean_metrics import LeanHistogram, lean_histogram
+from scheduler.core.move import Why
 from scheduler.core.pools import QueueKey
 from scheduler.core.worker_state import WorkerState
 from shared.messages import Outcome
 
+_PAUSE_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 _PLAN_BUCKETS = (0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05)
 _ROUND_TRIP_BUCKETS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1)
 _LATENCY_BUCKETS = (
@@ -124,6 +126,14 @@ class SchedulerMetrics:
         self.step_tokens = {kind: step_tokens.labels(kind) for kind in (NEW, PREFILL, RECOMPUTE, PADDING)}
         self.preemptions = counter("vllm:num_preemptions", "Preemptions", MODEL)
         self.preemptions_by_cause = counter("headrace_preemptions", "Preemptions by cause", ("cause",))
+        self.moves = counter("headrace_moves", "Sequences that went on at another worker, by why", ("why",))
+        self.failed_moves = counter(
+            "headrace_failed_moves", "Sequences that were to, and went on where they were instead, by why", ("why",)
+        )
+        self.fetched_bytes = counter("headrace_fetched", "KV blocks that workers fetched from others", unit="bytes")
+        for why in Why:
+            self.moves.labels(why.value)
+            self.failed_moves.labels(why.value)
         self.bypasses = counter("headrace_bypasses", "Admissions past a head that did not fit in memory")
         self.forks = counter("headrace_forks", "Choices and beams that joined by sharing another's blocks")
         self.idle_slots = counter("headrace_idle_slot_iterations", "Slots that sat idle in a held batch, by iteration")
@@ -139,6 +149,11 @@ class SchedulerMetrics:
         )
         self.decode_seconds = seconds(
             "vllm:request_decode_time_seconds", "From the first token to the last", _LATENCY_BUCKETS
+        )
+        self.move_pause_seconds = of_steps(
+            "headrace_move_pause_seconds",
+            "How long a sequence that moved had no step: from its last result at a worker to its first plan at another",
+            _PAUSE_BUCKETS,
         )
         self.plan_seconds = of_steps("headrace_plan_seconds", "Time to decide one plan", _PLAN_BUCKETS)
         self.apply_seconds = of_steps("headrace_apply_seconds", "Time to take in one result", _PLAN_BUCKETS)

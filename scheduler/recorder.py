@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from scheduler.core.events import CoreEvent, Ended, Failed, Preempted
+from scheduler.core.events import CoreEvent, Ended, Failed, Moved, Preempted
 from scheduler.core.sequence import Sequence as CoreSequence
 from shared.flight_record import AnswerTrace, ChoiceTrace, Interruption, Report, RequestTrace, Stay, StepTrace
 from shared.messages import StepPlan, StepResult, Submit
@@ -105,6 +105,8 @@ class FlightRecorder:
             if isinstance(event, Preempted):
                 preempted.append((event.sequence.request_id, event.cause, event.by))
                 self._left(event.sequence, event.cause, event.by, now)
+            elif isinstance(event, Moved):
+                self._moved(event)
         for slot in plan.drops:
             slots.pop((worker, slot), None)
             self._nearly.pop((worker, slot), None)
@@ -297,6 +299,15 @@ class FlightRecorder:
         if choice is not None and choice.stays and not choice.stays[-1].left_ns:
             stay = choice.stays[-1]
             stay.left_ns, stay.why_left, stay.by, stay.lost = now, why, by, sequence.computed_before
+
+    def _moved(self, event: Moved) -> None:
+        sequence = event.sequence
+        choice = self._choice(sequence.request_id, sequence.choice)
+        if choice is not None and choice.stays and not choice.stays[-1].left_ns:
+            stay = choice.stays[-1]
+            stay.left_ns, stay.why_left = event.now_ns - event.paused_ns, str(event.why)
+            stay.moved_to, stay.moved_bytes = sequence.worker, event.bytes
+            stay.fetch_us, stay.transport = event.fetch_us, event.transport
 
     def _trim(self) -> None:
         """Forget the oldest that have ended. Live ones stay: there are no more than the queue and batches hold."""

@@ -7,10 +7,11 @@ The first is the header. Times are the core's (monotonic); the header has the wa
     [t, "epoch", epoch]
     [t, "worker_up", worker, incarnation, capacity, first_step, [[page, hash]]]
     [t, "worker_lost", worker, reason, suspect]         [t, "worker_draining", worker]
-    [t, "hand_over", worker]
+    [t, "hand_over", worker]                   [t, "set_role", worker, role]
     [t, "submit", Submit]                      [t, "cancel", Cancel]
     [t, "reconcile", gateway, [request ids that live], before_ns]
-    [t, "result", StepResult]                  [t, "tick"]
+    [t, "result", StepResult]                  [t, "fetched", Fetched]
+    [t, "tick"]
     [t, "plan", worker, StepPlan or nil]       asked for at t; nil: nothing to run
 
 Messages are embedded as they are on the bus, less the version in front of them. Feeding the inputs to a core with the
@@ -34,7 +35,7 @@ import msgspec
 from scheduler.core.core import SchedulerCore
 from scheduler.core.events import CoreEvent
 from scheduler.core.limits import Limits
-from shared.messages import Cancel, Capacity, StepPlan, StepResult, Submit, SubmitReply
+from shared.messages import Cancel, Capacity, Fetched, Role, StepPlan, StepResult, Submit, SubmitReply
 
 log = logging.getLogger("headrace.scheduler")
 
@@ -158,6 +159,14 @@ class RecordingCore(SchedulerCore):
     def hand_over(self, name: str, now: int) -> list[CoreEvent]:
         with self._input(now, "hand_over", name):
             return super().hand_over(name, now)
+
+    def set_role(self, name: str, role: Role, now: int) -> list[CoreEvent]:
+        with self._input(now, "set_role", name, role):
+            return super().set_role(name, role, now)
+
+    def fetched(self, answer: Fetched, now: int) -> list[CoreEvent]:
+        with self._input(now, "fetched", answer):
+            return super().fetched(answer, now)
 
     def submit(self, submit: Submit, now: int) -> SubmitReply:
         with self._input(now, "submit", submit):

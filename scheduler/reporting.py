@@ -16,7 +16,7 @@ from observability.logs import about
 from observability.tracing import Tracing
 from scheduler.core.admissible import max_model_len
 from scheduler.core.core import SchedulerCore
-from scheduler.core.events import CoreEvent, Counters, Ended, Failed, Found, Preempted
+from scheduler.core.events import CoreEvent, Counters, Ended, Failed, Found, Moved, NotMoved, Preempted
 from scheduler.core.figures import memory_figures
 from scheduler.core.sequence import Sequence
 from scheduler.metrics import NEW, PADDING, PREFILL, RECOMPUTE, SchedulerMetrics
@@ -95,8 +95,24 @@ class Reporter:
                         event.sequence.request_id, event.sequence.choice, event.cause, event.by,
                         extra=about(event.sequence.request_id, event.sequence.submit.traceparent),
                     )  # fmt: skip
+            elif isinstance(event, Moved | NotMoved):
+                self._moved(event)
         for (kind, reason), choices in interrupted.items():
             log.warning("%d choices %s, to be resumed: %s", choices, kind, reason)
+
+    def _moved(self, event: Moved | NotMoved) -> None:
+        sequence = event.sequence
+        if isinstance(event, Moved):
+            self._metrics.moves.labels(event.why).inc()
+            self._metrics.move_pause_seconds.observe(event.paused_ns / 1e9)
+            what = f"goes on at {sequence.worker}: {event.bytes:,} bytes in {event.fetch_us / 1000:.1f} ms"
+        else:
+            self._metrics.failed_moves.labels(event.why).inc()
+            what = f"does not go on at {event.target}: {event.reason}"
+        log.debug(
+            "request %s, choice %d, %s (%s)", sequence.request_id, sequence.choice, what, event.why,
+            extra=about(sequence.request_id, sequence.submit.traceparent),
+        )  # fmt: skip
 
     def _found(self, found: Found) -> TokenBatch:
         """A search's result in the form in which a worker's tokens come: a gateway need not know the difference."""
@@ -204,6 +220,7 @@ class Reporter:
             (metrics.forks, "forks"),
             (metrics.page_copies, "page_copies"),
             (metrics.deadline_drops, "deadline_drops"),
+            (metrics.fetched_bytes, "fetched_bytes"),
             (metrics.swapped_out, "swapped_out"),
             (metrics.swapped_in, "swapped_in"),
         ):

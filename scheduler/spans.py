@@ -43,6 +43,13 @@ def spans_of(choice: ChoiceTrace, submitted_ns: int, ended_ns: int, error: str, 
                 yield Span(names.LOST, stay.admitted_ns, ended_ns, about, [], error)
             return
         back_ns = ended_ns if last else stays[index + 1].admitted_ns
+        if stay.moved_to:
+            about = {
+                names.WORKER: stay.worker, names.CAUSE: stay.why_left, names.TARGET: stay.moved_to,
+                names.MOVED_BYTES: stay.moved_bytes, names.TRANSPORT: stay.transport,
+            }  # fmt: skip
+            yield Span(names.MOVE, stay.left_ns, back_ns, about)
+            continue
         about = {names.WORKER: stay.worker, names.CAUSE: stay.why_left, names.PREEMPTED_BY: stay.by}
         waits = _waits(choice, stay.left_ns, back_ns)
         yield Span(names.PREEMPTED, stay.left_ns, back_ns, about, waits, error if last else "")

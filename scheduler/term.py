@@ -30,6 +30,7 @@ from shared.messages import (
     AnyMessage,
     BadMessage,
     Cancel,
+    Fetched,
     GatewayBeat,
     Need,
     Outcome,
@@ -249,6 +250,8 @@ class Term:
                 self._plans.resend(message.worker, message.step)
         elif isinstance(message, WorkerFault):
             self._workers.on_fault(message)
+        elif isinstance(message, Fetched):
+            self._workers.on_fetched(message)
         elif isinstance(message, PageSnapshot) and message.epoch == self.epoch:
             self._workers.on_snapshot(message)
         else:

@@ -13,6 +13,7 @@ from shared.bus import BusTimeout, BusUnavailable, NoResponder
 from shared.messages import (
     BadMessage,
     Capacity,
+    Fetched,
     PageSnapshot,
     Reset,
     RollCall,
@@ -90,6 +91,8 @@ class Workers:
 
     def _look_at(self, beat: WorkerBeat, link: WorkerLink) -> None:
         context = self._context
+        for answer in beat.fetched:
+            self.on_fetched(answer)
         if beat.state is WorkerState.DRAINING:
             self._drain(beat.worker)
         if beat.executing_us > self._means.config.step_timeout_s * 1e6:
@@ -104,7 +107,8 @@ class Workers:
 
     def _drain(self, worker: str) -> None:
         """Hand over what other workers can hold; the rest runs to its end. Asked again at each beat: a choice that had
-        to be settled first, or a worker that came later, may make more possible."""
+        to be settled first, or a worker that came later, may make more possible. What moves by its blocks runs on here
+        until they are there, so that a worker stops when nothing of it is left."""
         context = self._context
         state = context.core.workers.get(worker)
         if state is None:
@@ -118,6 +122,14 @@ class Workers:
             context.carry_out(moved)
         if moved or began:
             context.beat()
+        context.plans.pump_all()
+
+    def on_fetched(self, answer: Fetched) -> None:
+        """A fetch is over: told at once, and in the worker's beats until a plan has dropped it."""
+        context = self._context
+        state = context.core.workers.get(answer.worker)
+        if state is not None and answer.fetch in state.fetching:
+            context.carry_out(context.core.fetched(answer, time.monotonic_ns()))
             context.plans.pump_all()
 
     # --- greeting ---------------------------------------------------------------------------------------------------

@@ -46,6 +46,10 @@ class Stay(msgspec.Struct, array_like=True):
     by: str = ""  # of a preemption: the request whose growth it was
     done: int = 0  # prompt tokens planned in this stay
     lost: int = 0  # of a preemption: leading tokens that had been computed, and are to be computed again
+    moved_to: str = ""  # the worker where it went on, with its KV blocks
+    moved_bytes: int = 0  # that were fetched for that
+    fetch_us: int = 0  # time that the fetches took, most of it while it ran on
+    transport: str = ""
 
     @property
     def todo(self) -> int:
@@ -56,6 +60,11 @@ class Stay(msgspec.Struct, array_like=True):
     def interrupted(self) -> bool:
         """It ended with its worker or its scheduler, not by a preemption or an end of its own."""
         return self.why_left.startswith(INTERRUPTED)
+
+    @property
+    def preempted(self) -> bool:
+        """Of one after which it came back: it had to give way."""
+        return not (self.interrupted or self.moved_to)
 
     @property
     def forked(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from shared.capacity import Role
 from shared.config import MeshConfig, at_least, between, is_size, option
 from shared.pool_name import is_pool_name
 from worker.lora_names import are_adapters
@@ -83,12 +84,18 @@ class WorkerConfig(MeshConfig):
         8192, "tokens of one step on a GPU, at most: memory for so many is set aside, and the scheduler plans no more",
         check=at_least(16),
     )  # fmt: skip
+    role: str = option(
+        "mixed",
+        "what the worker is for: prefill computes prompts and hands their KV blocks over, decode goes on with them, "
+        "mixed does both; without one of the other kind each does all",
+        choices=tuple(Role),
+    )
     threads: int = option(0, "compute threads on a CPU; 0: as torch chooses", check=between(0, 1024))
     transfer_host: str = option(
         "",
         "address at which other workers fetch this one's KV blocks, for migration and for prefill apart from decode; "
-        "auto: its own on the way to NATS; off or empty: nowhere. Blocks travel unencrypted, to who knows a key that "
-        "beats tell",
+        "auto: its own on the way to NATS; off: nowhere; empty: auto for a worker with a role, else off. Blocks travel "
+        "unencrypted, to who knows a key that beats tell",
     )
     transfer_port: int = option(
         0, "port at which other workers fetch KV blocks; 0: any free one", check=between(0, 65535)

@@ -21,6 +21,7 @@ from shared.messages import (
     Fetched,
     PageSnapshot,
     Reset,
+    Role,
     RollCall,
     StepPlan,
     TokenBatch,
@@ -116,7 +117,7 @@ class WorkerService:
         self._followers = followers
         self._exchange = self._open_exchange(runner)
         self._capacity = msgspec.structs.replace(
-            capacity, pool=self._config.pool, transfer=self._exchange.addresses
+            capacity, pool=self._config.pool, role=Role(self._config.role), transfer=self._exchange.addresses
         )  # fmt: skip
         self._loop = StepLoop(
             runner, batch, self._ledger.current, self._deliver, self._answer_reset, self._exchange.fetches

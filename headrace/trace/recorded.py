@@ -19,7 +19,7 @@ from scheduler.core.events import CoreEvent
 from scheduler.core.limits import Limits
 from scheduler.policies.batching import BATCHING_POLICIES
 from scheduler.recording import VERSION
-from shared.messages import Cancel, Capacity, StepPlan, StepResult, Submit
+from shared.messages import Cancel, Capacity, Fetched, Role, StepPlan, StepResult, Submit
 
 
 @dataclass(frozen=True)
@@ -140,6 +140,13 @@ def _give(core: SchedulerCore, kind: str, rest: list[Any], now: int, watch: Watc
         return core.worker_lost(name, reason, now, suspect)
     if kind == "hand_over":
         return core.hand_over(rest[0], now)
+    if kind == "set_role":
+        name, role = rest
+        return core.set_role(name, Role(role), now)
+    if kind == "fetched":
+        answer = message(rest[0])
+        assert isinstance(answer, Fetched)
+        return core.fetched(answer, now)
     if kind == "worker_draining":
         core.worker_draining(rest[0])
         return []

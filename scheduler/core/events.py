@@ -67,7 +67,7 @@ class Moved:
     blocks: int  # that were fetched; the target had the others
     bytes: int
     fetch_us: int
-    paused_ns: int  # since the last of its plans that were made at the source
+    paused_ns: int  # since the result of its last step at the source was in
     transport: str
     now_ns: int
 

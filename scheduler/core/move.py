@@ -72,7 +72,8 @@ class Move:
     began_ns: int
     settled: int = 0
     step: int = 0  # the source's last step of which that is known
-    left_ns: int = 0  # when it got its last row there; 0: it runs on
+    left_ns: int = 0  # when it was decided that it gets no more rows there; 0: it runs on
+    still_ns: int = 0  # since when no plan in flight runs it there
     open: Fetching | None = None
     late: int = 0  # fetches that came after its prompt was computed
     blocks: int = 0  # that came, in all

@@ -146,7 +146,7 @@ class Transfers:
             sequence = move.sequence
             if draft.plan_is_full(len(sequence.tokens), self._limits.max_plan_start_bytes):
                 break
-            paused_ns = now - move.left_ns
+            paused_ns = now - (move.still_ns or move.left_ns)
             move.arrive()
             self._note(move.source)
             sequence.balanced = sequence.balanced or move.why is Why.BALANCE
@@ -205,6 +205,8 @@ class Transfers:
             if not move.sequence.in_flight:
                 move.settled, move.step = move.sequence.scheduled, plan.step
             self._look(move, now, events)
+            if move.left_ns and not (move.sequence.in_flight or move.still_ns):
+                move.still_ns = now
 
     def fetched(self, worker: WorkerState, answer: Fetched, now: int) -> list[CoreEvent]:
         """A fetch is over. Its answer may come again: that changes nothing."""

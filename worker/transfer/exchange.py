@@ -8,7 +8,7 @@ import socket
 from collections.abc import Callable
 
 from shared.lifecycle import StartupError
-from shared.messages import Fetched
+from shared.messages import Fetched, Role
 from shared.ports import listen, listen_problem
 from worker.config import WorkerConfig
 from worker.ledger import Standing
@@ -38,9 +38,10 @@ class Listening:
         self.sockets: list[socket.socket] = []
         self.addresses: list[str] = []
         self.transports = transports_of(config)
-        if config.transfer_host in ("", OFF):
+        host = config.transfer_host or (OFF if config.role == Role.MIXED else AUTO)
+        if host == OFF:
             return
-        place = self._listen(config) if {TCP, NIXL} & set(self.transports) else ""
+        place = self._listen(config, host) if {TCP, NIXL} & set(self.transports) else ""
         for transport in self.transports:
             if transport == SHM:
                 bound, name = shared_memory.listen()
@@ -49,9 +50,8 @@ class Listening:
             else:
                 self.addresses.append(str(Address(transport, place, self.key)))
 
-    def _listen(self, config: WorkerConfig) -> str:
+    def _listen(self, config: WorkerConfig, host: str) -> str:
         """The host and port that others connect to."""
-        host = config.transfer_host
         try:
             told = address_towards(config.nats) if host == AUTO or is_wildcard(host) else host
         except OSError as error:
