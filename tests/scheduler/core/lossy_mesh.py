@@ -88,6 +88,8 @@ class LossyBox(ResumingBox):
         wire = self.wires[plan.worker]
         wire.sent.append(plan)
         wire.plans.append(plan)
+        state = self.core.workers[plan.worker]
+        self.seen["lent"] += any(one.home.key != state.serves for one in state.running)
 
     def resend(self, worker: str, step: int) -> None:
         """The plans from ``step`` on, if the result of ``step`` is still out (``PlanSender.resend``)."""
@@ -107,7 +109,9 @@ class LossyBox(ResumingBox):
         wire, state = self.wires[worker], self.core.workers[worker]
         wire.next_step = (state.incarnation, state.next_step)
         wire.sent.clear()
+        before = self.core.queues[state.serves].waiting
         self.events += self.core.worker_lost(worker, "silent", self.now, suspect)
+        self.seen["overflowed"] += self.core.queues[state.serves].waiting < before
 
     def hand_over(self, worker: str) -> None:
         """The worker is told to stop: nothing new comes, and what it runs goes elsewhere if anybody can take it."""

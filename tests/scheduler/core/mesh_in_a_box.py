@@ -16,6 +16,7 @@ from scheduler.core.core import SchedulerCore
 from scheduler.core.events import CoreEvent, Found
 from scheduler.core.limits import Limits
 from scheduler.core.placement import MOST_PATIENCE_NS
+from scheduler.core.pools import PoolRules
 from scheduler.core.sequence import Sequence
 from shared.beams import candidates_wanted
 from shared.messages import (
@@ -107,8 +108,9 @@ class Box:
         self.runners: dict[str, SimulatedRunner] = {}
         self.queues: dict[str, deque[StepPlan]] = {}
         self.submits: dict[str, Submit] = {}
+        pools = list(PoolRules.parse(self.limits.pools).names) or [""]
         for index in range(workers):
-            self.add_worker(f"w{index}", capacity(**cap))
+            self.add_worker(f"w{index}", capacity(**{"pool": pools[index % len(pools)], **cap}))
 
     def add_worker(self, name: str, cap: Capacity, incarnation: int = 1) -> None:
         self.batches[name] = Batch(cap.block_size, cap.num_blocks, cap.max_model_len, frozenset(cap.eos_token_ids))

@@ -58,7 +58,7 @@ MUST_HAPPEN = (
     "results ahead of a missing one", "results repeated or of a lost batch", "results of another epoch",
     "results of another incarnation", "results of a lost worker", "plans for another incarnation",
     "schedulers restarted", "pages taken over", "answers that nobody waits for",
-    "plans of suspects", "moved",
+    "plans of suspects", "moved", "lent", "overflowed",
 )  # fmt: skip
 """What the seeds must reach, each in some: else the weights have come to miss a feature."""
 
@@ -81,8 +81,13 @@ SETUPS: dict[str, tuple[object, ...]] = {
     "target_itl_ns": (0, 0, 1000),
     "watermark": (0.0, 0.0, 0.02, 0.3),
 }
+POOLS = ("", "", "short:-12,long:13-")
+OVERFLOWS = ("", "short>long,long>short")
 
-setups = st.fixed_dictionaries({name: st.sampled_from(values) for name, values in SETUPS.items()})
+setups = st.fixed_dictionaries(
+    {name: st.sampled_from(values) for name, values in SETUPS.items()},
+    optional={"pools": st.sampled_from(POOLS), "overflow": st.sampled_from(OVERFLOWS)},
+)
 submits = st.builds(Submitted, **{name: st.sampled_from(values) for name, values in FIELDS.items()})  # type: ignore[arg-type]
 acts = st.tuples(st.sampled_from(KINDS), st.integers(0, 255))
 # Bursts of requests with events between them. The least sizes are there for the average ones: enough work to collide.
@@ -104,6 +109,8 @@ def seeded(seed: int) -> tuple[dict[str, object], list[object]]:
             for _ in range(rng.randint(1, 6))
         ]
         ops += [(rng.choice(KINDS), rng.randrange(256)) for _ in range(rng.randint(3, 14))]
+    if setup["workers"] == 2:
+        setup |= {"pools": rng.choice(POOLS), "overflow": rng.choice(OVERFLOWS)}
     return setup, ops
 
 
@@ -157,6 +164,8 @@ def drive(setup: dict[str, object], ops: list[object]) -> LossyBox:
         target_itl_ns=setup["target_itl_ns"],  # type: ignore[arg-type]
         admission_watermark=setup["watermark"],  # type: ignore[arg-type]
         min_prefill_tokens=1,
+        pools=setup.get("pools", ""),  # type: ignore[arg-type]
+        pool_overflow=setup.get("overflow", "") if setup.get("pools") else "",  # type: ignore[arg-type]
     )
     box = LossyBox(
         limits, setup["policy"], setup["workers"],
