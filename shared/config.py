@@ -287,7 +287,11 @@ class MeshConfig:
     nats_user: str = option("", "user for NATS, with a password; empty: the service's kind, e.g. gateway")
     nats_password: str = option("", "password for NATS; better given by the environment than as a flag", secret=True)
     nats_ca: str = option("", "PEM file with the CA that NATS's certificate must be of; empty: the system's CAs")
-    mesh: str = option("default", "name of the mesh; services meet only inside one mesh", check=is_one_name)
+    mesh: str = option(
+        "default",
+        "name of the mesh; services meet only inside one, but a gateway joins several, comma-separated",
+        check=is_one_name,
+    )
     log_level: str = option("info", "least severe log lines shown", choices=("debug", "info", "warning", "error"))
     otlp_endpoint: str = option("", "OTLP/HTTP endpoint for traces, e.g. http://127.0.0.1:4318; empty: no traces")
     trace_sampling: float = option(
