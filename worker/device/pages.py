@@ -44,6 +44,10 @@ class DevicePages:
         ]
         self._turn = 0
 
+    @property
+    def mover(self) -> PageMover:
+        return self._moves
+
     def copy(self, moves: Sequence[tuple[int, int]]) -> int:
         """(source, target) in the order given; returns the bytes copied."""
         for group in groups(moves):
@@ -108,7 +112,7 @@ class DevicePages:
         return work
 
 
-class _PageMoves(Protocol):
+class PageMover(Protocol):
     """See :class:`kernels.triton.moves.PageMoves`."""
 
     page_bytes: int
@@ -120,7 +124,7 @@ class _PageMoves(Protocol):
     def scatter(self, buffer: torch.Tensor, pages: torch.Tensor) -> None: ...
 
 
-def _page_moves(pools: Sequence[torch.Tensor]) -> _PageMoves:
+def _page_moves(pools: Sequence[torch.Tensor]) -> PageMover:
     if not pools[0].is_cuda:
         return _TorchMoves(pools)
     from kernels.triton.moves import PageMoves  # a GPU's: one launch for all layers

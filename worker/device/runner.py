@@ -20,7 +20,10 @@ from worker.device.pages import DevicePages
 from worker.device.port import Port, Uploads
 from worker.device.sampling import DeviceSampler
 from worker.device.state import DeviceState
+from worker.device.transfers import DevicePageMemory
 from worker.grammar import Grammars
+from worker.kv_cache import page_layout
+from worker.transfer.pages import Form
 
 log = logging.getLogger("headrace.worker.device")
 
@@ -98,6 +101,11 @@ class DeviceRunner:
         self.sampler = self._new_sampler()
         before()
         work()
+
+    def page_memory(self) -> DevicePageMemory:
+        """See :class:`worker.transfer.pages.HasPages`."""
+        form = Form.of(self.capacity, f"on a device: {page_layout(self.model.caches)}")
+        return DevicePageMemory(form, self.pages.mover, self.port, self.capacity.num_blocks)
 
     def answers(self) -> bool:
         """See :meth:`worker.runner.OnDevice.answers`."""
