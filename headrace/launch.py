@@ -31,6 +31,8 @@ GATEWAY_STAGE, MESH_STAGE, NATS_STAGE = 0, 1, 2
 MESH_GRACE_S = 10.0
 """For scheduler and workers, which have nothing left to do once the gateway has drained."""
 
+LOOPBACK = "127.0.0.1"
+
 OTHER_NAME = "-b"
 """Behind the name on the bus of every second process of a row: two that follow one another run side by side."""
 
@@ -130,6 +132,8 @@ def child_specs(
         if settings.workers > 1 or not worker.worker_id:
             worker_id = f"{worker_id}-{index}"
         worker = dataclasses.replace(worker, worker_id=worker_id + (OTHER_NAME if name in others else ""))
+        if settings.own_nats and not worker.transfer_host:  # one goes on with what another has to leave
+            worker = dataclasses.replace(worker, transfer_host=LOOPBACK)
         if settings.workers > 1 and worker.threads == 0:  # else all would fight over the cores
             worker = dataclasses.replace(worker, threads=max(1, _cores() // settings.workers))
         specs.append(spec(name, "worker", worker, MESH_STAGE, MESH_GRACE_S))

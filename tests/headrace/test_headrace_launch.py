@@ -109,6 +109,18 @@ def test_several_workers_share_the_cores_and_no_port(monkeypatch: pytest.MonkeyP
     assert [worker.metrics_port for worker in workers] == inherited
 
 
+def test_workers_of_one_machine_fetch_from_one_another_and_others_as_they_are_told() -> None:
+    for argv, host in (
+        (["--workers", "2"], "127.0.0.1"),
+        ([], "127.0.0.1"),
+        (["--transfer-host", "off"], "off"),
+        (["--nats", "nats://elsewhere:4222"], ""),
+    ):
+        workers = [as_read_by("worker", spec) for name, spec in launched(argv).items() if name.startswith("worker")]
+        assert {worker.transfer_host for worker in workers} == {host}
+        assert {worker.transfer_port for worker in workers} == {0}
+
+
 def test_a_simulated_worker_takes_every_id_of_the_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"vocab_size": 49152}')
     mesh = Mesh(str(tmp_path), "m", "nats://127.0.0.1:5555", "")
