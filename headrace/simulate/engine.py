@@ -13,11 +13,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from headrace.simulate.measure import Measurements
+from headrace.simulate.transfers import Fetches, Link
 from headrace.simulate.worker import VOCAB_SIZE, Executed, Population, SimulatedWorker
 from scheduler.core.core import SchedulerCore
-from scheduler.core.events import CoreEvent, Ended, Failed
+from scheduler.core.events import CoreEvent, Ended, Failed, Moved
 from scheduler.pacing import MARGIN_S, MARGIN_SHARE
-from shared.messages import Capacity, Outcome, Sampling, StepPlan, Submit
+from scheduler.policies.roles import RolePolicy
+from scheduler.roles import RolePlanner
+from shared.messages import Capacity, Fetched, Outcome, Sampling, StepPlan, Submit
 
 MODEL = "simulated"
 TICK_NS = 250_000_000
@@ -50,11 +53,14 @@ class Simulation:
     def __init__(
         self, core: SchedulerCore, workers: Sequence[SimulatedWorker], population: Population, *,
         bus_ns: int = 125_000, concurrency: int = 0, progress: Callable[[int, int], None] | None = None,
-        on_plan: Callable[[StepPlan], None] | None = None,
+        on_plan: Callable[[StepPlan], None] | None = None, link: Link | None = None,
+        plan_roles: RolePolicy | None = None,
     ) -> None:  # fmt: skip
         self.core = core
         self.now = 0
         self.measured = Measurements(population)
+        self._fetches = Fetches(link or Link(), self._call_at, self._answer_fetch)
+        self._planner = RolePlanner(core, plan_roles, silent_ns=0) if plan_roles is not None else None
         self._population = population
         self._requests = population.requests
         self._links = {worker.name: _Link(worker) for worker in workers}
@@ -100,6 +106,9 @@ class Simulation:
     def _at(self, when: int, call: Callable[..., None], *arguments: object) -> None:
         self._order += 1
         heapq.heappush(self._heap, (when, self._order, call, arguments))
+
+    def _call_at(self, when: int, call: Callable[[int], None]) -> None:
+        self._at(when, call, when)
 
     # --- clients ----------------------------------------------------------------------------------------------------
 
@@ -167,6 +176,8 @@ class Simulation:
                 self._end(event.sequence.request_id, event.sequence.choice, event.reason)
             elif isinstance(event, Failed):
                 self._end(event.sequence.request_id, event.sequence.choice, event.kind)
+            elif isinstance(event, Moved):
+                self.measured.pauses_ns.append(event.paused_ns)
 
     def _end(self, request_id: str, choice: int, reason: str) -> None:
         self.measured.ended(self._population.number(request_id, choice), reason, self.now)
@@ -183,6 +194,9 @@ class Simulation:
 
     def _tick(self) -> None:
         self._carry_out(self.core.tick(self.now))
+        for name, role in self._planner.tick(self.now) if self._planner is not None else ():
+            self._carry_out(self.core.set_role(name, role, self.now))
+            self.measured.roles.append((self.now / 1e9, name, role))
         self._pump_all()
         if self._open and self.now - self._last_plan_ns > STALL_NS:
             live = self.core.live_requests()
@@ -267,6 +281,7 @@ class Simulation:
     def _begin(self, link: _Link) -> None:
         plan = link.inbox.popleft()
         link.executing = True
+        self._fetches.begin(link.worker, plan, self.now)
         done = link.worker.execute(plan)
         self._at(self.now + done.duration_ns, self._step_ends, link, done)
 
@@ -278,10 +293,19 @@ class Simulation:
         if link.inbox:
             self._begin(link)
 
+    def _answer_fetch(self, answer: Fetched) -> None:
+        self._at(self.now + self._bus_ns, self._fetched_arrives, answer)
 
-def simulated_capacity(kv_tokens: int, block_size: int, max_model_len: int, host_tokens: int = 0) -> Capacity:
+    def _fetched_arrives(self, answer: Fetched) -> None:
+        self._carry_out(self.core.fetched(answer, self.now))
+        self._pump_all()
+
+
+def simulated_capacity(
+    kv_tokens: int, block_size: int, max_model_len: int, host_tokens: int = 0, kv_bytes_per_token: int = 0
+) -> Capacity:
     """What a simulated worker tells the scheduler about itself."""
     return Capacity(
         MODEL, max_model_len, block_size, max(1, kv_tokens // block_size), VOCAB_SIZE, [], "simulated",
-        host_blocks=host_tokens // block_size,
+        kv_bytes_per_token=kv_bytes_per_token, host_blocks=host_tokens // block_size,
     )  # fmt: skip

@@ -15,8 +15,9 @@ from headrace.output_file import check_writable
 from headrace.simulate.baselines import BASELINES
 from headrace.simulate.engine import Stalled
 from headrace.simulate.hardware import GPUS, MODELS, UnknownHardware
-from headrace.simulate.limits_flags import add_limit_flags, canonical, changed, fields
+from headrace.simulate.limits_flags import add_limit_flags, canonical, changed, fields, parsed
 from headrace.simulate.report import Slo, table
+from headrace.simulate.roles import roles_of, workers_of
 from headrace.simulate.scenario import SIMULATED_LIMITS, Run, Scenario, run
 from headrace.simulate.worker_pools import pools_of
 from headrace.simulate.workload import ARRIVALS, LENGTHS, Lengths, Request, prefixed, stream, uniform
@@ -40,8 +41,12 @@ def parser() -> Parser:
     add("--model", default="llama-3.1-8b", help=f"{', '.join(MODELS)}, or a config.json {shown}")
     add("--gpu", default="a100-80", help=f"{', '.join(GPUS)} {shown}")
     add("--tp", type=int, default=1, help=f"GPUs that share the model, tensor parallelism {shown}")
-    add("--workers", type=int, default=1, help=f"workers, each a whole model {shown}")
+    add("--workers", type=int, help="workers, each a whole model (default: as many as --roles names, or 1)")
     add("--worker-pools", default="", metavar="NAME=COUNT,...", help="pools that they are in (default: all in one)")
+    add("--roles", default="", metavar="ROLE=COUNT,...", help="prefill=4,decode=12; others are mixed (default: all)")
+    add("--plan-roles", action="store_true", help="move workers between prefill and decode as the load asks")
+    add("--link-gbit", type=float, default=100.0, help=f"of a worker's link, for KV blocks, in Gbit/s {shown}")
+    add("--link-us", type=float, default=50.0, help=f"until the first byte of a transfer of KV blocks {shown}")
     add("--block-size", type=int, default=16, help=f"tokens in a KV block {shown}")
     add("--max-model-len", type=int, default=8192, help=f"longest prompt and output together, in tokens {shown}")
     add("--kv-tokens", type=int, default=0, help="size of the KV pool (default: 0, what the card has left)")
@@ -177,7 +182,7 @@ def _requests(args: Any) -> tuple[list[Request], str]:
 _LEAST = {
     "requests": 1, "n": 1, "concurrency": 1, "rate": 0, "prompt_len": 1, "output_len": 1, "prefixes": 1,
     "prefix_len": 1, "slo_ttft_ms": 0, "slo_tpot_ms": 0, "tp": 1, "workers": 1, "block_size": 1, "max_model_len": 2,
-    "kv_tokens": 0, "host_tokens": 0, "t0_ms": 0, "bus_us": 0,
+    "kv_tokens": 0, "host_tokens": 0, "t0_ms": 0, "bus_us": 0, "link_gbit": 0.001, "link_us": 0,
 }  # fmt: skip
 """Smallest value of each number."""
 
@@ -186,6 +191,7 @@ _OF_WORKLOAD = {"uniform": ("prompt_len", "output_len"), "prefix": ("prefixes", 
 _OPTIONS: dict[str, type] = {
     "model": str, "gpu": str, "tp": int, "workers": int, "worker_pools": str, "block_size": int, "max_model_len": int,
     "kv_tokens": int, "host_tokens": int, "t0_ms": float, "bus_us": float, "policy": str, "baseline": str,
+    "roles": str, "plan_roles": bool, "link_gbit": float, "link_us": float,
 }  # fmt: skip
 """Options that make the scenario and may differ between variants, beside the limits."""
 
@@ -204,6 +210,7 @@ def _variants(compare: str | None, values: dict[str, Any]) -> list[tuple[str, Sc
             own[name] = _parsed(name, value)
         if own["policy"] not in BATCHING_POLICIES or own["baseline"] not in BASELINES:
             raise ConfigError(f"--compare {variant}: unknown policy or baseline")
+        own["workers"] = workers_of(own["workers"], own["roles"])
         _check_scenario(own)
         scenario = Scenario(**{name: own[name] for name in _OPTIONS}, slo=slo)
         deployment = scenario.deployment
@@ -223,13 +230,22 @@ def _check_numbers(values: dict[str, Any]) -> None:
 def _check_scenario(own: dict[str, Any]) -> None:
     _check_numbers(own)
     pools_of(own["workers"], own["worker_pools"])
+    roles_of(own["workers"], own["roles"])
+    if own["plan_roles"] and not own["roles"]:
+        raise ConfigError("--plan-roles goes with --roles: those are what it begins with")
+    if own["roles"] and (own["baseline"] or own["policy"] != "continuous"):
+        raise ConfigError("--roles goes with --policy continuous only: with the others nothing moves between workers")
     if 0 < own["kv_tokens"] < own["block_size"]:
         raise ConfigError(f"--kv-tokens: {own['kv_tokens']} is less than one block of {own['block_size']} tokens")
 
 
 def _parsed(name: str, value: str) -> Any:
+    if name not in _OPTIONS:
+        return value
+    if _OPTIONS[name] is bool:
+        return parsed(name, bool, value)
     try:
-        return _OPTIONS[name](value) if name in _OPTIONS else value
+        return _OPTIONS[name](value)
     except ValueError:
         raise ConfigError(f"--compare: {name}={value}: no {_OPTIONS[name].__name__}") from None
 

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from headrace.simulate.worker import Executed, Ints, Population
 from scheduler.core.core import SchedulerCore
+from shared.messages import Role
 
 _PER_OCTAVE = 32
 _MOST_SAMPLES = 1024
@@ -82,6 +83,8 @@ class Measurements:
     finished_ns: int = 0  # when the last sequence ended
     worst_head_wait_ns: int = 0
     refused: dict[str, int] = field(default_factory=dict)
+    roles: list[tuple[float, str, Role]] = field(default_factory=list)  # (virtual s, worker, role), as they changed
+    pauses_ns: list[int] = field(default_factory=list)  # of each sequence that moved to another worker
     watched: npt.NDArray[np.bool_] | None = None  # sequences whose gaps are counted apart, too
     watched_gaps: GapHistogram = field(default_factory=GapHistogram)
 

@@ -59,6 +59,10 @@ class Figures:
     kv_shared: float  # of pages in use, referenced twice or more
     steps: int
     longest_step_ms: float
+    moves: int  # of sequences, from worker to worker
+    moved_gb: float  # 10**9 bytes of KV blocks, also of moves that came to nothing
+    pause_p50: float  # of those that moved, from the last result at one worker to the plan for the other
+    pause_p99: float
 
     def as_dict(self) -> dict[str, object]:
         return asdict(self)
@@ -126,6 +130,10 @@ def figures(variant: str, core: SchedulerCore, measured: Measurements, slo: Slo 
         kv_shared=sum(sample.pages_shared for sample in samples) / max(1, used),
         steps=measured.steps,
         longest_step_ms=measured.longest_step_ns / 1e6,
+        moves=counters.moves,
+        moved_gb=counters.fetched_bytes / 1e9,
+        pause_p50=percentile(np.array(measured.pauses_ns, np.int64), 0.5),
+        pause_p99=percentile(np.array(measured.pauses_ns, np.int64), 0.99),
     )
 
 
@@ -157,7 +165,14 @@ _COLUMNS = (
     ("dropped", "dropped", "{}"),
 )
 
+_OF_MOVES = (
+    ("moves", "moves", "{}"),
+    ("moved GB", "moved_gb", "{:.1f}"),
+    ("pause p50", "pause_p50", "{:.1f}"),
+    ("pause p99", "pause_p99", "{:.1f}"),
+)
+
 
 def table(runs: list[Figures]) -> str:
     """One row for each run."""
-    return figures_table(_COLUMNS, runs)
+    return figures_table(_COLUMNS + (_OF_MOVES if any(one.moves for one in runs) else ()), runs)

@@ -115,9 +115,6 @@ class Fetches:
         self._asked: dict[int, _Asked] = {}
         self._number = 0
         self._due: int | None = None
-        self.count = 0  # that came to their ends
-        self.bytes = 0
-        self.ns = 0  # from each one's beginning to its end, summed
 
     def begin(self, worker: SimulatedWorker, plan: StepPlan, now: int) -> None:
         """What a plan asks for when its step begins."""
@@ -154,10 +151,6 @@ class Fetches:
     def _end(self, number: int, now: int, reason: str = "") -> None:
         asked = self._asked.pop(number)
         took_ns = now - asked.began_ns
-        if not reason:
-            self.count += 1
-            self.bytes += asked.size
-            self.ns += took_ns
         worker, done = asked.worker, 0 if reason else asked.size
         self._answer(
             Fetched(

@@ -70,6 +70,13 @@ def test_limits_are_read_as_what_they_are() -> None:
         (["--requests", "0"], "--requests: 0 is not at least 1"),
         (["--workers", "0"], "--workers: 0 is not at least 1"),
         (["--tp", "0"], "--tp: 0 is not at least 1"),
+        (["--roles", "writer=1"], "'writer=1' is no ROLE=COUNT"),
+        (["--workers", "2", "--roles", "prefill=1,decode=2"], "names 3 workers, of 2"),
+        (["--compare", "roles=prefill=1/decode=1+workers=1"], "names 2 workers, of 1"),
+        (["--plan-roles"], "--plan-roles goes with --roles"),
+        (["--compare", "plan-roles=maybe"], "--plan-roles: 'maybe' is no bool"),
+        (["--roles", "prefill=1,decode=1", "--policy", "static"], "--roles goes with --policy continuous only"),
+        (["--link-gbit", "0"], "--link-gbit: 0.0 is not at least 0.001"),
         (["--tp", "3"], "cannot be shared evenly"),
         (["--block-size", "0"], "--block-size: 0 is not at least 1"),
         (["--kv-tokens", "-5"], "--kv-tokens: -5 is not at least 0"),
@@ -111,6 +118,18 @@ def test_limits_in_the_units_of_the_service(capsys: pytest.CaptureFixture[str]) 
     assert cli.main([*SMALL, "--compare", "target-itl-ms=30,target-itl-ns=30000000"]) == 0
     in_ms, in_ns = (line.split()[1:] for line in capsys.readouterr().out.splitlines()[2:])
     assert in_ms == in_ns
+
+
+def test_roles_make_the_workers_and_show_their_moves(capsys: pytest.CaptureFixture[str]) -> None:
+    compare = ["--compare", "workers=2,roles=prefill=1/decode=1,roles=prefill=1/decode=1+plan-roles=true"]
+    assert cli.main([*SMALL, *compare, "--json"]) == 0
+    mixed, split, planned = json.loads(capsys.readouterr().out)
+    assert mixed["moves"] == 0 and split["moves"] == planned["moves"] > 10
+    assert cli.main([*SMALL, "--roles", "prefill=1,decode=1"]) == 0
+    head = capsys.readouterr().out.splitlines()[1]
+    assert "moved GB" in head
+    assert cli.main(SMALL) == 0
+    assert "moved GB" not in capsys.readouterr().out
 
 
 def test_requests_that_are_cut_are_told(capsys: pytest.CaptureFixture[str]) -> None:
