@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from simulated_clients import Ask
 from simulated_mesh import SimulatedMesh
 from simulated_nodes import VOCAB, Node
+
+from shared.messages import Role
 
 KINDS = (
     "kill", "kill", "kill", "hang", "hang", "partition", "partition", "cut", "server", "slow", "delay", "clock",
@@ -16,8 +18,30 @@ KINDS = (
 )  # fmt: skip
 
 
+ROLES = (
+    (Role.PREFILL, Role.DECODE), (Role.PREFILL, Role.DECODE), (Role.PREFILL, Role.DECODE, Role.DECODE),
+    (Role.PREFILL, Role.PREFILL, Role.DECODE), (Role.PREFILL, Role.DECODE, Role.MIXED),
+    (Role.MIXED, Role.MIXED), (Role.MIXED, Role.MIXED, Role.MIXED),
+)  # fmt: skip
+
+
+def random_moves(seed: int, verbose: bool = False) -> SimulatedMesh:
+    """As :func:`random_mesh`, with workers that have roles and hand over sequences by their KV blocks."""
+    rng = random.Random(f"moves {seed}")
+    mesh = _random_mesh(seed, rng, verbose, rng.choice(ROLES))
+    mesh.roads.failure = rng.choice((0.0, 0.0, 0.05, 0.3))
+    mesh.roads.delay_s = rng.choice((0.001, 0.01, 0.1, 1.0))
+    if rng.random() < 0.5 and mesh.clients:
+        at_s = rng.choice(mesh.clients).ask.at_s + rng.uniform(0.0, 0.5)
+        mesh.at(at_s, rng.choice(mesh.workers).terminate, lasts_s=6.0)
+    return mesh
+
+
 def random_mesh(seed: int, verbose: bool = False) -> SimulatedMesh:
-    rng = random.Random(seed)
+    return _random_mesh(seed, random.Random(seed), verbose, ())
+
+
+def _random_mesh(seed: int, rng: random.Random, verbose: bool, roles: Sequence[Role]) -> SimulatedMesh:
     block_size = rng.choice((2, 4, 4, 8))
     mesh = SimulatedMesh(
         seed,
@@ -38,6 +62,7 @@ def random_mesh(seed: int, verbose: bool = False) -> SimulatedMesh:
         },
         host_blocks=rng.choice((0, 0, 0, 16)),
         max_payload=rng.choice((4096, 1 << 20, 1 << 20)),
+        roles=roles,
     )
     span_s = rng.choice((0.2, 1.5, 3.0))
     _load(mesh, rng, span_s)

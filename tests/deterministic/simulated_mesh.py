@@ -27,12 +27,13 @@ from simulated_nodes import (
     capacity,
     virtual_step_loops,
 )
+from virtual_exchange import Roads
 from virtual_time import START_NS, Agenda, Clock, virtual_time
 
 from gateway.config import GatewayConfig
 from scheduler.config import SchedulerConfig
 from scheduler.core.core import SchedulerCore
-from shared.messages import Message, StepPlan, decode
+from shared.messages import Message, Role, StepPlan, decode
 from worker.config import WorkerConfig
 from worker.simulated import StepTime
 
@@ -48,6 +49,7 @@ class Violation(AssertionError):
 class SimulatedMesh:
     """What was accepted must be answered, whatever happens.
 
+    ``transfers``: workers offer their KV blocks to each other, as those with ``roles`` do in any case.
     ``overlapping``: workers launch a step before the last one's tokens are there.
     ``check_every``: messages to a scheduler from one look at its core's books to the next, which takes its time.
     """
@@ -57,6 +59,7 @@ class SimulatedMesh:
         block_size: int = 4, step_ms: float = 10.0, check_every: int = 4, verbose: bool = False,
         host_blocks: int = 0, max_payload: int = 1 << 20, overlapping: bool = False,
         scheduler_options: dict[str, Any] | None = None, gateway_options: dict[str, Any] | None = None,
+        transfers: bool = False, roles: Sequence[Role] = (),
     ) -> None:  # fmt: skip
         self.seed = seed
         self.rng = random.Random(seed)
@@ -75,9 +78,13 @@ class SimulatedMesh:
         self.step_time = StepTime(1000 * step_ms, 50.0)
         self.scheduler_config = SchedulerConfig(**(scheduler_options or {}))
         self.gateway_config = GatewayConfig(model=MODEL, served_model_name=MODEL, **(gateway_options or {}))
-        self.worker_config = WorkerConfig(drain_grace_s=5.0)
+        self.worker_config = WorkerConfig(drain_grace_s=5.0, transfer_host="off")  # (off: no sockets)
+        self.transfers = transfers or bool(roles)
+        self.roads = Roads()
         self.schedulers = [SchedulerNode(self, f"s{index + 1}") for index in range(schedulers)]
-        self.workers = [WorkerNode(self, f"w{index + 1}") for index in range(workers)]
+        self.workers = [WorkerNode(self, f"w{index + 1}") for index in range(max(workers, len(roles)))]
+        for worker, role in zip(self.workers, roles, strict=False):
+            worker.role = role
         self.gateways = [GatewayNode(self, f"g{index + 1}") for index in range(gateways)]
         self.nodes: list[Node] = [*self.schedulers, *self.workers, *self.gateways]
         self.clients: list[Client] = []
@@ -268,6 +275,8 @@ class SimulatedMesh:
         if len(leaders) != 1:
             return False
         core = leaders[0].service.core  # type: ignore[union-attr]
+        if any(worker.fetching for worker in core.workers.values()):
+            return False
         return len(core.workers) == len(self.workers) and not core.live_requests()
 
     def _check_rest(self) -> None:

@@ -7,6 +7,7 @@ a worker's step loop, which takes its time on the virtual clock, and the HTTP si
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 from collections import deque
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from overlapping_runner import OverlappingRunner
 from prometheus_client import CollectorRegistry
 from simulated_bus import Connection, Link
 from simulated_store import SimulatedStore
+from virtual_exchange import VirtualExchange
 from virtual_time import NodeLoop
 
 from gateway.dispatch import Dispatch
@@ -25,7 +27,7 @@ from scheduler.metrics import SchedulerMetrics
 from scheduler.service import SchedulerService
 from shared.bus import BusUnavailable
 from shared.lifecycle import ServiceFault
-from shared.messages import Capacity, StepPlan
+from shared.messages import Capacity, Role, StepPlan
 from worker import service as worker_service
 from worker.metrics import WorkerMetrics
 from worker.service import WorkerService
@@ -270,26 +272,28 @@ class WorkerNode(Node):
     def __init__(self, mesh: SimulatedMesh, name: str) -> None:
         super().__init__(mesh, name)
         self.service: WorkerService | None = None
+        self.exchange: VirtualExchange | None = None
+        self.role = Role.MIXED
         self.epoch = 0  # of the last step that this process has run
 
     async def serve(self, stop: asyncio.Event) -> None:
         self.epoch = 0
         incarnation = self.mesh.clock.time_ns() // 1_000_000 * 1000 + self.starts
         step_bus, bus = self.connect(f"{self.name}-step"), self.connect(self.name)
-        self.service = WorkerService(
-            self.mesh.worker_config, self.name, incarnation, step_bus, bus, _metrics("worker"), OFF
-        )
+        config = dataclasses.replace(self.mesh.worker_config, role=self.role)
+        self.service = WorkerService(config, self.name, incarnation, step_bus, bus, _metrics("worker"), OFF)
         await self.service.listen()
         async with asyncio.TaskGroup() as group:
             serving = group.create_task(self.service.run(stop))
             await asyncio.sleep(LOAD_S)
             VirtualStepLoop.mesh, VirtualStepLoop.owner = self.mesh, self
+            VirtualExchange.mesh, VirtualExchange.owner = self.mesh, self
             kind = OverlappingRunner if self.mesh.overlapping else SimulatedRunner
             self.service.attach(kind(self.mesh.capacity, self.mesh.step_time))
             await serving
 
     def gone(self) -> None:
-        self.service = None
+        self.service = self.exchange = None
         self.mesh.seeming_crashes += 1
 
 
@@ -346,12 +350,13 @@ class GatewayNode(Node):
 
 
 def virtual_step_loops() -> Callable[[], None]:
-    """Workers made from now on have virtual step loops; call the result to go back."""
-    real = worker_service.StepLoop
+    """Workers made from now on have virtual step loops and exchanges; call the result to go back."""
+    real = worker_service.StepLoop, worker_service.Exchange
     worker_service.StepLoop = VirtualStepLoop  # type: ignore[misc]
+    worker_service.Exchange = VirtualExchange  # type: ignore[assignment, misc]
 
     def back() -> None:
-        worker_service.StepLoop = real  # type: ignore[misc]
+        worker_service.StepLoop, worker_service.Exchange = real  # type: ignore[misc]
 
     return back
 

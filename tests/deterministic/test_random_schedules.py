@@ -8,11 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from schedules import random_mesh
+from schedules import random_mesh, random_moves
 from simulated_mesh import Violation
 
 SCHEDULES = 240
 PARTS = 12
+MOVES = 60
+MOVE_PARTS = 4
 
 
 @pytest.mark.parametrize("part", range(PARTS))
@@ -24,6 +26,22 @@ def test_random_faults_break_no_promise(part: int) -> None:
         except Violation as violation:
             broken.append(f"{violation} (python tests/deterministic --seed {seed} -v)")
     assert not broken, "\n".join(broken)
+
+
+@pytest.mark.parametrize("part", range(MOVE_PARTS))
+def test_random_faults_break_no_promise_while_sequences_move(part: int) -> None:
+    broken, moves = [], 0
+    for seed in range(part, MOVES, MOVE_PARTS):
+        mesh = random_moves(seed)
+        moved = []
+        mesh.server.taps.append(lambda sender, subject, payload, seen=moved: seen.append(b"fetched" in payload))
+        try:
+            mesh.run()
+        except Violation as violation:
+            broken.append(f"{violation} (python tests/deterministic --moves --seed {seed} -v)")
+        moves += sum(moved)
+    assert not broken, "\n".join(broken)
+    assert moves, "no blocks were fetched"
 
 
 def test_a_schedule_replays_to_the_same_log() -> None:
