@@ -92,9 +92,9 @@ def _wanted(submit: Submit, pools: Mapping[str, QueueState], rules: PoolRules) -
     if submit.adapter:  # a pool may be there for its adapters
         having = {pool: state for pool, state in pools.items() if _has_adapter(state, submit.adapter)} or pools
     by_length = rules.by_length(length) if any(pool in rules.ranges for pool in pools) else None
-    if by_length is not None and (by_length in having or having is pools):
-        return [by_length, *rules.overflow.get(by_length, ())]
     any_of = _by_backlog(having, (pool for pool in having if not rules.too_long_for(pool, length)))
+    if by_length is not None and (by_length in having or having is pools or not any_of):
+        return [by_length, *rules.overflow.get(by_length, ())]
     if not any_of:
         return Routed(Outcome.TOO_LONG, f"the prompt has {length} tokens; no pool of {submit.model!r} takes so many")
     return any_of

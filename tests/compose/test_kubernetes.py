@@ -264,4 +264,4 @@ def test_autoscalers_read_the_metric_and_keep_to_the_schedulers_bounds() -> None
     documented = (ROOT / "docs" / "metrics.md").read_text()
     for metric in (external["metric"]["name"], *re.findall(r"headrace_\w+", queries)):
         assert f"| `{metric}` |" in documented
-    assert list(external["metric"]["selector"]["matchLabels"]) == ["model_name"]
+    assert list(external["metric"]["selector"]["matchLabels"]) == ["model_name", "pool"]

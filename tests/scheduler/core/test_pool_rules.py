@@ -158,5 +158,6 @@ def test_a_pool_may_be_there_for_its_adapters() -> None:
     assert submit(box, "r", 4, adapter="x").outcome is Outcome.ACCEPTED and where(box, "r") == "lora"
     assert submit(box, "plain", 4).outcome is Outcome.ACCEPTED and where(box, "plain") == "chat"
     assert submit(box, "unknown", 4, adapter="y").outcome is Outcome.UNKNOWN_MODEL
+    assert submit(mesh("chat/x", pools=POOLS), "r", 30, adapter="x").outcome is Outcome.NO_WORKER
     ranged = mesh("chat/x long/x", pools=POOLS)
     assert submit(ranged, "r", 30, adapter="x").outcome is Outcome.ACCEPTED and where(ranged, "r") == "long"
