@@ -6,7 +6,7 @@ import queue
 import threading
 from dataclasses import dataclass, field
 
-from shared.messages import Capacity, Reset, Sampling, SlotStart, StepPlan, pack_tokens
+from shared.messages import Capacity, Fetch, Reset, Sampling, SlotStart, StepPlan, pack_tokens
 from shared.page_hash import DIGEST_BYTES
 from worker.batch import Batch, Sampled, Step
 from worker.page_book import PageBook
@@ -212,3 +212,92 @@ def test_a_result_leaves_as_soon_as_it_is_there_though_no_plan_comes() -> None:
     loop.put(plan(2, decodes=[0]))
     loop.stop(60)  # lands what is in flight
     assert told.get(timeout=60).result.tokens == [4]
+
+
+class Orders:
+    """What a loop says of fetches, among its runner's calls."""
+
+    def __init__(self, calls: list[str]) -> None:
+        self.calls = calls
+
+    def begin(self, plan: StepPlan) -> None:
+        self.calls.append(f"fetch {[one.fetch for one in plan.fetches]} drop {plan.drop_fetches}")
+
+    def end(self) -> None:
+        self.calls.append("end fetches")
+
+
+def fetching(*tokens: int) -> Stand:
+    stand = Stand(*tokens)
+    stand.loop._fetching = Orders(stand.runner.calls)
+    return stand
+
+
+def fetch(number: int) -> Fetch:
+    return Fetch(number, "v", 1, [], [(1, 30)], 1)
+
+
+def test_fetches_begin_before_their_step_where_nothing_is_in_their_way() -> None:
+    stand = fetching(3)
+    first = plan(1, starts=[start(0)], chunks=[(0, 5)], fetches=[fetch(1)], drop_fetches=[9])
+    assert stand.take(first) == ["fetch [1] drop [9]", "launch 1", "choose 1"]
+    stand.loop._land_all()
+    assert stand.take(plan(2, drop_fetches=[1])) == ["fetch [] drop [1]"], "a step that runs nothing has them too"
+    assert stand.take(plan(3)) == []
+
+
+def test_fetches_wait_for_the_steps_before_theirs() -> None:
+    """Those may still read and write where they will write."""
+    stand = fetching(3, 4)
+    stand.take(FIRST)
+    taken = stand.take(plan(2, decodes=[0], fetches=[fetch(1)]))
+    assert taken == ["launch 2", "choose 2", "result 1", "fetch [1] drop []"]
+    before = len(stand.runner.calls)
+    stand.loop._land_all()
+    assert stand.runner.calls[before:] == ["result 2"], "once"
+
+
+def test_fetches_wait_for_the_pages_that_their_own_step_moves() -> None:
+    stand = fetching(3, 4)
+    taken = stand.take(plan(1, starts=[start(0)], chunks=[(0, 5)], copies=[(1, 30)], fetches=[fetch(1)]))
+    assert taken == ["launch 1", "choose 1"]
+    taken = stand.take(plan(2, decodes=[0], copies=[(30, 31)], fetches=[fetch(2)]))
+    assert taken == ["launch 2", "choose 2", "result 1", "fetch [1] drop []"]
+    before = len(stand.runner.calls)
+    stand.loop._land_all()
+    assert stand.runner.calls[before:] == ["result 2", "fetch [2] drop []"]
+
+
+def test_a_reset_ends_fetches_before_it_is_answered() -> None:
+    stand = fetching(3)
+    stand.take(plan(1, starts=[start(0)], chunks=[(0, 5)], copies=[(1, 30)], fetches=[fetch(1)]))
+    stand.loop._answer = lambda *_: stand.runner.calls.append("answer")
+    assert stand.take(Reset(1, "w", 1, 2)) == ["result 1", "fetch [1] drop []", "end fetches", "answer"]
+
+
+def test_fetches_of_a_step_that_fails_or_is_skipped_do_not_begin() -> None:
+    stand = fetching()
+    stand.runner.failing = {1}
+    stand.take(FIRST)
+    assert stand.take(plan(2, decodes=[0], fetches=[fetch(1)])) == ["launch 2", "choose 2", "result 1", "result 2"]
+    assert stand.take(plan(3, fetches=[fetch(2)])) == []
+    assert [bool(one.fault) for one in stand.executed] == [True] * 3
+
+
+def test_what_others_ask_of_the_thread_is_done_between_steps() -> None:
+    stand = Stand(3)
+    done: list[int] = []
+    stand.loop.call(lambda: done.append(stand.loop.last_step))
+    stand.loop.put(FIRST)
+    stand.loop.call(lambda: done.append(stand.loop.executing))
+    stand.loop._queue.put(None)
+    stand.loop._run()
+    assert done == [0, 1]
+
+
+def test_pages_that_a_fetch_writes_to_are_not_taken_for_what_they_were() -> None:
+    stand = fetching(3)
+    known = [(1, bytes(DIGEST_BYTES)), (2, bytes(DIGEST_BYTES))]
+    stand.take(plan(1, starts=[start(0)], chunks=[(0, 5)], hashes=known))
+    stand.take(plan(2, drops=[0], fetches=[Fetch(1, "v", 1, [], [(7, 2)], 1)]), Reset(1, "w", 1, 3))
+    assert stand.known == [[1]]

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import json
+import os
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transfer_pair import CAPACITY, PATIENCE_S, ByPage, End, Held, content, host_pages
+from transfer_pair import CAPACITY, INCARNATION, PATIENCE_S, ByPage, End, Held, content, host_pages
 
 from shared.config import ConfigError, resolve
+from shared.messages import Fetch
 from worker.config import WorkerConfig
 from worker.ledger import Standing
 from worker.transfer import nixl, shared_memory
@@ -85,6 +91,27 @@ def test_large_pages_come_whole(transport: str, monkeypatch: pytest.MonkeyPatch)
     assert content(target_pages, [1, 2]) == content(source_pages, [3, 1])
     source.close()
     target.close()
+
+
+def test_pages_of_another_process_come_by_each_transport() -> None:
+    transports = [name for name in TRANSPORTS if name != "nixl" or is_installed()]
+    script = [sys.executable, str(Path(__file__).parent / "source_process.py"), ",".join(transports)]
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    target_pages, there = host_pages(2), host_pages(8)
+    with subprocess.Popen(script, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None and process.stdout is not None
+        addresses = json.loads(process.stdout.readline())
+        assert [parse(text).scheme for text in addresses] == transports
+        for number, transport in enumerate(transports, 1):
+            target = End(f"b-{transport}", target_pages, listens=False, by=transport)
+            order = Fetch(1, "a-process", INCARNATION, addresses, [(9, number), (4, 10 + number)], 5)
+            target.begin(fetches=[order])
+            answer = target.answer()
+            assert (answer.reason, answer.transport) == ("", transport)
+            assert content(target_pages, [number, 10 + number]) == content(there, [9, 4])
+            target.close()
+        process.stdin.close()
+        assert process.wait(PATIENCE_S) == 0
 
 
 @pytest.mark.parametrize("transport", ALL)
