@@ -60,10 +60,7 @@ def awake_clock() -> AwakeClock:
 
 
 class Dispatch:
-    """Requests out, tokens in, through ``config.mesh``.
-
-    ``elsewhere``: gives a request that does not go on here to another mesh, if there is one; True if it did.
-    """
+    """Requests out, tokens in, through ``config.mesh``."""
 
     def __init__(
         self,
@@ -82,7 +79,6 @@ class Dispatch:
         self.gateway_id = gateway_id
         self.name = config.mesh
         self.mesh = MeshView(config.scheduler_stale_s)
-        self.elsewhere: Callable[[RequestRecord[Part]], bool] = lambda record: False
         self.ledger: Ledger[Part] = Ledger()
         self._config = config
         self._bus = bus
@@ -332,7 +328,7 @@ class Dispatch:
             away = silence_s > config.mesh_away_s or (
                 not record.epoch and self._overdue(record, now_s, config.mesh_away_s)
             )
-            if away and not record.owner.flight.over and self.elsewhere(record):
+            if away and self.offers.elsewhere(record):
                 continue
             if silence_s > config.resume_timeout_s:
                 self._give_up(record, "the scheduler is silent")

@@ -50,19 +50,21 @@ class Part:
     offered: bool = False  # in the hands of whoever offers it for the first time
     resume: asyncio.Task[None] | None = None  # in whose hands it is to be resumed
     mesh: str = ""  # that it is in
-    refused_by: tuple[str, ...] = ()  # meshes that would not, or could not, take it
+    refused_by: tuple[str, ...] = ()  # meshes that would not take it
 
 
 class Offers:
     """To one mesh. Whoever hears its scheduler's beat calls ``beat_heard``.
 
-    ``has_alternative``: whether another mesh would take a new request now, that it need not be waited for this one.
+    ``has_alternative``: whether another mesh would take a new request now, so that this one need not be waited for.
+    ``elsewhere``: gives a request that cannot go on here to another mesh, if there is one; True if it did.
     """
 
     def __init__(
         self, config: GatewayConfig, bus: Bus, mesh: MeshView, metrics: GatewayMetrics, clock: AwakeClock
     ) -> None:
         self.has_alternative: Callable[[RequestRecord[Part]], bool] = lambda record: False
+        self.elsewhere: Callable[[RequestRecord[Part]], bool] = lambda record: False
         self._name = config.mesh
         self._submit_timeout_s = config.submit_timeout_s
         self._bus = bus
@@ -109,7 +111,10 @@ class Offers:
             async with self._slots:
                 await self._offer(record)
         except ApiError as error:
-            self.give_up(part.flight, error)
+            part.resume = None
+            part.refused_by += (self._name,)
+            if not self.elsewhere(record):
+                self.give_up(part.flight, error)
         except Exception:
             log.exception("a resume failed", extra=about(record.submit.request_id, record.submit.traceparent))
             self.give_up(part.flight, interrupted("the request was interrupted and could not be resumed"))

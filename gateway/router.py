@@ -38,7 +38,7 @@ class Router:
         self.gateway_id = self._first.gateway_id
         self.mesh = MeshesView([mesh.mesh for mesh in meshes])
         for mesh in meshes:
-            mesh.elsewhere = self._elsewhere
+            mesh.offers.elsewhere = self._elsewhere
             mesh.offers.has_alternative = lambda record: self._alternative(record) is not None
 
     async def start(self) -> None:
@@ -71,6 +71,7 @@ class Router:
                 self._meshes[name].hand_over(record, other)
             else:
                 if part.mesh == name:  # else its mesh has gone away meanwhile
+                    part.refused_by = ()
                     return
 
     def release(self, record: RequestRecord[Part]) -> None:
@@ -115,9 +116,9 @@ class Router:
         return self._best(record.submit, (part.mesh, *part.refused_by))
 
     def _elsewhere(self, record: RequestRecord[Part]) -> bool:
-        """Give a request to another mesh than its own, which stays away; False if there is none."""
-        other = self._best(record.submit, (record.owner.mesh,))
-        if other is None:
+        """Give an open request to another mesh than its own; False if there is none."""
+        other = self._alternative(record)
+        if other is None or record.owner.flight.over:
             return False
         self._mesh_of(record).hand_over(record, other)
         return True

@@ -139,6 +139,7 @@ def play(scene: Callable[[Mesh], Awaitable[None]]) -> None:
 @pytest.fixture(autouse=True)
 def only_beats_wake(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offering, "RETRY_PAUSE_S", 600.0)
+    monkeypatch.setattr(offering, "REPLY_TIMEOUT_S", 600.0)  # a busy machine replies late
 
 
 def test_two_thousand_streams_resume_into_a_full_queue() -> None:

@@ -167,6 +167,7 @@ def play(scene: Callable[[World], Awaitable[None]]) -> None:
 @pytest.fixture(autouse=True)
 def only_beats_wake(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offering, "RETRY_PAUSE_S", 600.0)
+    monkeypatch.setattr(offering, "REPLY_TIMEOUT_S", 600.0)  # a busy machine replies late
 
 
 @pytest.fixture
@@ -348,6 +349,25 @@ def test_what_finds_no_worker_in_its_mesh_for_too_long_goes_on_elsewhere(clock: 
         world.a.beat()
         await turns()
         assert len(world.a.offered) == offered, "nobody offers it there any more"
+
+    play(scene)
+
+
+def test_what_cannot_be_resumed_in_its_mesh_is_resumed_in_another_and_each_is_asked_once() -> None:
+    async def scene(world: World) -> None:
+        for outcome in (Outcome.ACCEPTED, Outcome.NEVER_FITS):
+            world.b.answer = outcome
+            world.a.answer = Outcome.ACCEPTED
+            record = world.open(world.submit(outcome.value))
+            await world.router.offer(record)
+            world.a.answer = Outcome.NEVER_FITS  # by now: the worker with room for it is gone
+            offered = len(world.a.offered), len(world.b.offered)
+            world.a.dispatch._on_event(RequestEvent(1, "lost", outcome.value, 1, -1, "its worker died"))
+            await until(lambda: record.epoch or record.owner.flight.error)  # noqa: B023
+            await turns()
+            assert (len(world.a.offered), len(world.b.offered)) == (offered[0] + 1, offered[1] + 1)
+            assert (record.owner.flight.error is None) == (outcome is Outcome.ACCEPTED)
+            assert world.where(record) == ["b"]
 
     play(scene)
 
