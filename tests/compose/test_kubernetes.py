@@ -53,6 +53,10 @@ WORKLOADS = {
 } | {"gpu worker": GPU}  # fmt: skip
 
 
+TRANSFER = 9403
+"""Where workers fetch KV blocks from one another: any free port, unless a policy must name it."""
+
+
 @cache
 def validator(kind: str) -> jsonschema_rs.Validator:
     return jsonschema_rs.validator_for(SCHEMAS["kinds"][kind] | {"$defs": SCHEMAS["$defs"]})
@@ -137,7 +141,8 @@ def test_ports_and_probes_are_those_of_the_listeners(name: str) -> None:
     config: Any = CONFIGS[name.split()[-1]]
     ports = {port["name"]: port["containerPort"] for port in container(name)["ports"]}
     assert ports.pop("metrics") == config.metrics_port
-    assert ports == ({"http": config.port} if name == "gateway" else {})
+    ours = {"gateway": {"http": GatewayConfig.port}, "worker": {"transfer": TRANSFER}}
+    assert ports == ours.get(name.split()[-1], {})
     annotations = WORKLOADS[name]["spec"]["template"]["metadata"]["annotations"]
     assert annotations["prometheus.io/port"] == str(config.metrics_port)
     probes = {kind: container(name)[f"{kind}Probe"]["httpGet"] for kind in ("startup", "liveness", "readiness")}
@@ -228,6 +233,11 @@ def test_only_services_of_the_mesh_reach_nats_and_only_http_is_open() -> None:
     assert policies["nobody"] == {"podSelector": {}, "policyTypes": ["Ingress"]}
     clients, nodes = policies["mesh-to-nats"]["ingress"]
     assert clients["ports"] == [{"port": 4222}] and nodes["ports"] == [{"port": 6222}]
+    (workers,) = policies["workers-to-workers"]["ingress"]
+    assert workers["from"] == [{"podSelector": policies["workers-to-workers"]["podSelector"]}]
+    assert workers["ports"] == [{"port": TRANSFER}]
+    for name in ("worker", "gpu worker"):
+        assert {"--transfer-host=auto", f"--transfer-port={TRANSFER}"} <= set(container(name)["args"])
     (anybody,) = [one for spec in policies.values() for one in spec.get("ingress", []) if "from" not in one]
     assert anybody["ports"] == [{"port": GatewayConfig.port}]
 
