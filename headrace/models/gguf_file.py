@@ -85,15 +85,22 @@ def check(path: Path) -> int:
         with path.open("rb") as file:
             if file.read(len(MAGIC)) != MAGIC:
                 raise ModelError(f"{path}: is not a GGUF file")
+            version = int.from_bytes(file.read(4), "little")
         from gguf import GGUFReader
+        from gguf.gguf_reader import READER_SUPPORTED_VERSIONS
     except OSError as error:
         raise ModelError(f"{path}: {error.strerror or error}") from None
     except ModuleNotFoundError as error:
         raise _not_installed(path, error) from None
     try:
         reader = GGUFReader(path)
-    except Exception as error:  # noqa: BLE001  its parser trips over a damaged file in many ways
-        raise ModelError(f"{path}: is truncated or damaged: {one_line(error)}") from None
+    except Exception:  # noqa: BLE001  its parser trips over a damaged file in many ways, most of them numpy's
+        if version not in READER_SUPPORTED_VERSIONS:
+            raise ModelError(f"{path}: is of GGUF version {version}, which can't be read") from None
+        size = path.stat().st_size
+        raise ModelError(
+            f"{path}: is truncated or damaged: its {size:,} bytes are not what its header tells of"
+        ) from None
     _check_parts(path, reader)
     return sum(int(tensor.n_elements) for tensor in reader.tensors)
 

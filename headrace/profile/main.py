@@ -27,6 +27,9 @@ def parser() -> Parser:
     made.add_argument(
         "--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16", "float64"), help=f"{shown}"
     )
+    made.add_argument(
+        "--quantize", default="none", choices=("none", "int8"), help=f"weights in fewer bits, as a worker's {shown}"
+    )
     made.add_argument("--batch", default="1,16,32,64", metavar="N,N,...", help=f"rows that decode; empty: none {shown}")
     made.add_argument("--context", type=int, default=128, help=f"tokens behind each of them {shown}")
     made.add_argument("--chunk", default="512", metavar="N,N,...", help=f"tokens of a prompt; empty: none {shown}")
@@ -82,7 +85,7 @@ def _profiled(folder: str, name: str, args: Any, batches: list[int], chunks: lis
     machine = roofline.measure(sizes, (torch.bfloat16, torch.float32))
     block_size = 16
     runner = TorchRunner.load(
-        folder, dtype=args.dtype, device="cpu", block_size=block_size, served_model_name=name,
+        folder, dtype=args.dtype, device="cpu", quantize=args.quantize, block_size=block_size, served_model_name=name,
         num_blocks=blocks_needed(loads, args.steps, block_size), num_threads=args.threads or None, self_check=False,
     )  # fmt: skip
     longest = max(load.most_tokens(args.steps) for load in loads)
@@ -93,5 +96,6 @@ def _profiled(folder: str, name: str, args: Any, batches: list[int], chunks: lis
         more = roofline.measure(sizes, (getattr(torch, dtype),))
         machine = roofline.Machine(machine.threads, machine.gemm | more.gemm, machine.bandwidth)
     runs = [profile_load(runner, load, args.temperature, args.steps) for load in loads]
-    figures = (name, dtype, machine, roofline.weights_of(Path(folder)), runner.capacity.kv_bytes_per_token, runs)
+    weights = roofline.weights_of(Path(folder), item_bytes=1 if args.quantize == "int8" else 0)
+    figures = (name, dtype, args.quantize, machine, weights, runner.capacity.kv_bytes_per_token, runs)
     return json.dumps(report.as_json(*figures), indent=2) if args.json else report.as_text(*figures)

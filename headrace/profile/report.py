@@ -13,9 +13,12 @@ from headrace.text_table import table
 PARTS = (MESSAGES, HOST, *KINDS)
 
 
-def as_text(model: str, dtype: str, machine: Machine, weights: Weights, kv_bytes: int, runs: Sequence[Profiled]) -> str:
+def as_text(
+    model: str, dtype: str, quantize: str, machine: Machine, weights: Weights, kv_bytes: int, runs: Sequence[Profiled]
+) -> str:
     """Milliseconds by part, what the machine's limits would allow, and the limits themselves."""
-    heading = [f"{model}, {dtype}, {machine.threads} threads; ms", *(run.load.name for run in runs)]
+    kept = dtype if quantize == "none" else f"{dtype}, {quantize} weights"
+    heading = [f"{model}, {kept}, {machine.threads} threads; ms", *(run.load.name for run in runs)]
     parts = [part for part in PARTS if part != UNDIVIDED or any(run.parts[part] for run in runs)]
     rows = [heading, *([part, *(f"{run.parts[part] * 1e3:.2f}" for run in runs)] for part in parts)]
     bounds = [bound_s(run.load, weights, machine, dtype, kv_bytes) for run in runs]
@@ -36,12 +39,13 @@ def as_text(model: str, dtype: str, machine: Machine, weights: Weights, kv_bytes
 
 
 def as_json(
-    model: str, dtype: str, machine: Machine, weights: Weights, kv_bytes: int, runs: Sequence[Profiled]
+    model: str, dtype: str, quantize: str, machine: Machine, weights: Weights, kv_bytes: int, runs: Sequence[Profiled]
 ) -> dict[str, Any]:
     """Seconds, FLOP/s and bytes/s, unrounded."""
     return {
         "model": model,
         "dtype": dtype,
+        "quantize": quantize,
         "threads": machine.threads,
         "machine": {"gemm_flop_per_s": machine.gemm, "memory_bytes_per_s": machine.bandwidth},
         "steps": [

@@ -44,6 +44,7 @@ class Weights:
 
     layers: int
     head: int
+    item_bytes: int = 0  # of each, as it is kept; 0: the dtype's
 
 
 def measure(rows: Sequence[int], dtypes: Sequence[torch.dtype]) -> Machine:
@@ -60,7 +61,7 @@ def measure(rows: Sequence[int], dtypes: Sequence[torch.dtype]) -> Machine:
     return Machine(torch.get_num_threads(), gemm, _bandwidth())
 
 
-def weights_of(folder: Path) -> Weights:
+def weights_of(folder: Path, item_bytes: int = 0) -> Weights:
     """Counted in the model's own files: matrices but embeddings, and what stands for the head."""
     layers = head = embedding = 0
     for file in sorted(folder.glob("*.safetensors")):
@@ -74,12 +75,12 @@ def weights_of(folder: Path) -> Weights:
                     embedding = max(embedding, size)
                 else:
                     layers += size
-    return Weights(layers, head or embedding)
+    return Weights(layers, head or embedding, item_bytes)
 
 
 def bound_s(load: Load, weights: Weights, machine: Machine, dtype: str, kv_bytes_per_token: int) -> float:
     """The least seconds of a step on ``machine``."""
-    item: int = getattr(torch, dtype).itemsize
+    item: int = weights.item_bytes or getattr(torch, dtype).itemsize
     sampled = 1 if load.chunk else load.rows
     flops = 2 * (weights.layers * load.tokens + weights.head * sampled)
     moved = (weights.layers + weights.head) * item

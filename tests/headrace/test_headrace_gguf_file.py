@@ -79,6 +79,15 @@ def test_a_truncated_file_is_refused(kept: int, gguf: Path) -> None:
     with pytest.raises(ModelError, match="is not a GGUF file" if kept == 3 else "is truncated or damaged: ") as refused:
         resolve_model(str(gguf), lambda line: None)
     assert "\n" not in str(refused.value)
+    if kept != 3:
+        assert f"its {gguf.stat().st_size:,} bytes are not what its header tells of" in str(refused.value)
+
+
+def test_a_version_that_cannot_be_read_is_named(gguf: Path) -> None:
+    whole = gguf.read_bytes()
+    gguf.write_bytes(whole[:4] + (1).to_bytes(4, "little") + whole[8:])
+    with pytest.raises(ModelError, match="is of GGUF version 1, which can't be read"):
+        resolve_model(str(gguf))
 
 
 def test_what_is_no_gguf_is_refused_whatever_its_name(tmp_path: Path) -> None:

@@ -97,6 +97,27 @@ def test_a_phase_that_nobody_knows_is_no_silent_zero() -> None:
         phases.by_kind({"fused": 1.0})
 
 
+@pytest.mark.skipif(library.load() is None, reason="rounded weights are the C++ library's")
+def test_rounded_weights_are_profiled_and_their_bytes_are_the_bound(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ("--dtype", "float32", "--batch", "1", "--chunk", "")
+    plain, rounded = (
+        json.loads(profile(folder, capsys, *flags, "--quantize", scheme, "--json")) for scheme in ("none", "int8")
+    )
+    assert (plain["quantize"], rounded["quantize"]) == ("none", "int8")
+    assert profile(folder, capsys, *flags, "--quantize", "int8").startswith("tiny, float32, int8 weights, 1 threads")
+
+
+@pytest.mark.usefixtures("without_library")
+def test_rounded_weights_without_the_library_are_refused_in_one_line(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["profile", "--model", str(folder), "--quantize", "int8"])
+    assert ended.value.code == 2 and capsys.readouterr().err.count("\n") == 1
+
+
 @pytest.mark.usefixtures("without_library")
 def test_tracing_leaves_the_runner_as_it_was(folder: Path) -> None:
     runner = TorchRunner.load(folder, dtype="float32", num_blocks=16, num_threads=1, self_check=False)
@@ -118,6 +139,8 @@ def test_the_bound_is_memory_for_one_row_and_arithmetic_for_many() -> None:
     assert roofline.bound_s(Load(1, 10), weights, machine, "float32", 8) == (1500 * 4 + 80) / 1e9
     assert roofline.bound_s(Load(64, 0), weights, machine, "float32", 8) == 2 * 64 * 1500 / 4e9
     assert roofline.bound_s(Load(1, 0, 64), weights, machine, "float32", 8) == 2 * (64 * 1000 + 500) / 4e9
+    rounded = Weights(layers=1000, head=500, item_bytes=1)
+    assert roofline.bound_s(Load(1, 10), rounded, machine, "float32", 8) == (1500 + 80) / 1e9
 
 
 @pytest.mark.parametrize(
