@@ -6,6 +6,7 @@ keys and values lie in pages of a pool that all sequences share; its block table
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -165,3 +166,10 @@ class DeviceKernel(AttentionKernel, Protocol):
         """The second half, of keys and values that are written (by :meth:`write`, or by a kernel that rotates them
         first)."""
         ...
+
+    def warm_ups(self, cache: LayerCache, layers: Sequence[LayerAttention]) -> Iterator[Callable[[], None]]:
+        """Launches that read and write nothing: once they have all been made, no batch has to wait for a compiler.
+
+        ``cache`` is one of those that the kernel will serve ``layers`` with.
+        """
+        return iter(())

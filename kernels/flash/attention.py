@@ -3,7 +3,7 @@ the order of the tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,6 +126,10 @@ class FlashAttention(DeviceKernel):
             rows, rest = plan.rest
             _place(output, rows, self.paged.read(rest, cache, query[rows], layer))
         return output
+
+    def warm_ups(self, cache: LayerCache, layers: Sequence[LayerAttention]) -> Iterator[Callable[[], None]]:
+        """See :meth:`~kernels.contract.DeviceKernel.warm_ups`. A library's own are compiled in its trial."""
+        return self.paged.warm_ups(cache, layers)
 
     def _call(self, call: Call, cache: LayerCache, query: torch.Tensor, layer: LayerAttention) -> torch.Tensor:
         asked = call.asked

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.triton.launching import runs_triton, unit_stride
+from kernels.triton.launching import FUSED, runs_triton, unit_stride
 from kernels.triton.variants import Variant
 
 BLOCK = 1024
@@ -60,7 +60,7 @@ def gated(merged: torch.Tensor, activation: str) -> torch.Tensor:
     out = torch.empty((rows, inner), dtype=merged.dtype, device=merged.device)
     if rows:
         _gated[(rows, triton.cdiv(inner, BLOCK))](
-            merged, out, inner, merged.stride(0), BLOCK=BLOCK, GELU=activation == "gelu_tanh"
+            merged, out, inner, merged.stride(0), BLOCK=BLOCK, GELU=activation == "gelu_tanh", **FUSED
         )
     return out
 

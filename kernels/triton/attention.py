@@ -4,7 +4,9 @@ and grids in :mod:`kernels.triton.attention_shapes`."""
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -13,9 +15,16 @@ from kernels.contract import DeviceBatch, DeviceKernel, Geometry, LayerAttention
 from kernels.device_batch import on_device
 from kernels.device_pages import allocate
 from kernels.triton.attention_kernel import merge_pieces, paged_attention
-from kernels.triton.attention_shapes import MERGED_ROWS, MERGING_WARPS, Launch, launches, power_of_two
+from kernels.triton.attention_shapes import (
+    MERGED_ROWS,
+    MERGING_WARPS,
+    Launch,
+    kinds_of_launch,
+    launches,
+    power_of_two,
+)
 from kernels.triton.cache import write_pages
-from kernels.triton.launching import INTERPRETED, unit_stride
+from kernels.triton.launching import FUSED, INTERPRETED, unit_stride
 
 LOG2_E = math.log2(math.e)
 
@@ -131,6 +140,22 @@ class TritonAttention(DeviceKernel):
             self._launch(one, plan.batch, cache, query, out, layer)
         return out
 
+    def warm_ups(self, cache: LayerCache, layers: Sequence[LayerAttention]) -> Iterator[Callable[[], None]]:
+        """See :meth:`~kernels.contract.DeviceKernel.warm_ups`: each sort of launch over a sequence without queries."""
+        g, device = self.geometry, self.device
+
+        def numbers(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        nobody = DeviceBatch(numbers(2), numbers(1), numbers(1, 1), numbers(1, dtype=torch.int64), 1, 1)
+        query = numbers(1, g.num_heads, g.head_dim, dtype=self.dtype)
+        sorts = {(layer.window is None, layer.softcap is None, layer.sinks is None): layer for layer in layers}
+        for launch in kinds_of_launch(
+            g, self.dtype.itemsize, self.storage.itemsize, invariant=self.batch_invariant, warpgroups=self.warpgroups
+        ):
+            for layer in sorts.values():
+                yield partial(self._launch, self._pass(launch), nobody, cache, query, torch.empty_like(query), layer)
+
     def _launch(
         self,
         one: Pass,
@@ -157,10 +182,10 @@ class TritonAttention(DeviceKernel):
             batch.query_start, batch.visible, batch.block_tables, batch.num_sequences, batch.block_tables.stride(0),
             query.stride(0), query.stride(1), scale, softcap, layer.window, *bounds,
             PAGE=g.block_size, ROWS=tile.rows, UPCAST=INTERPRETED, **sizes,
-            num_warps=tile.warps, num_stages=tile.stages,
+            num_warps=tile.warps, num_stages=tile.stages, **FUSED,
         )  # fmt: skip
         if one.partials is not None:
             merge_pieces[(programs, -(-launch.queries * g.group // MERGED_ROWS))](
                 out, one.partials, one.sums, layer.sinks, batch.query_start, batch.visible, batch.num_sequences,
-                layer.window, *bounds, ROWS=MERGED_ROWS, **sizes, num_warps=MERGING_WARPS,
+                layer.window, *bounds, ROWS=MERGED_ROWS, **sizes, num_warps=MERGING_WARPS, **FUSED,
             )  # fmt: skip

@@ -4,7 +4,7 @@ given can be tested without one."""
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kernels.contract import Geometry
 
@@ -30,6 +30,9 @@ still waits for its place and for two reads."""
 MOST_PARTIAL_BYTES = 128 << 20
 """Of a launch's pieces that lie at fixed places, which long keys have many of: with more, blocks are not split, which
 changes no bit. (Other pieces are few, since programs are.)"""
+
+LARGEST_ROWS = 128
+"""Of a tile: longer queries make no other one."""
 
 MERGED_ROWS, MERGING_WARPS = 16, 4
 """Of a program of the second pass."""
@@ -73,7 +76,7 @@ def chunk_tile(
     Where pages hold fewer bits, so do all what those become.
     """
     width = power_of_two(geometry.head_dim)
-    most = (32 if compute_bytes == 4 else 128) // (1 if width <= 128 else 2)
+    most = (32 if compute_bytes == 4 else LARGEST_ROWS) // (1 if width <= 128 else 2)
     rows = max(16, power_of_two(geometry.group), min(most, power_of_two(max_query * geometry.group)))
     if compute_bytes == 4:
         return Tile(rows, 32 if width <= 128 else 16, 8, 2)
@@ -159,6 +162,21 @@ def launches(
             splits = 1
         found.append(Launch(tile, queries, search, blocks, fewest, most, splits, piece_keys // tile.keys, slots))
     return found
+
+
+def kinds_of_launch(
+    geometry: Geometry, compute_bytes: int, stored_bytes: int, *, invariant: bool, warpgroups: bool = True
+) -> list[Launch]:
+    """One of each sort that :func:`launches` may ask for, whole and in pieces: what there is to compile for a layer."""
+    few = max(1, 16 // geometry.group)
+    found: dict[tuple[Tile, int, bool], Launch] = {}
+    for max_query in (1, few + 1, *(1 << power for power in range(1, LARGEST_ROWS.bit_length()))):
+        for one in launches(
+            geometry, compute_bytes, stored_bytes, tokens=max_query, sequences=1, max_query=max_query, max_keys=1,
+            window=None, num_sms=1, invariant=invariant, least_query=max_query, warpgroups=warpgroups,
+        ):  # fmt: skip
+            found.setdefault((one.tile, one.queries, one.search), one)
+    return [again for one in found.values() for again in (one, replace(one, splits=2, slots=max(2, one.slots)))]
 
 
 def split_count(programs: int, most: int, keys: int, num_sms: int) -> int:

@@ -12,7 +12,7 @@ import triton.language as tl
 from kernels.contract import DeviceBatch, LayerCache
 from kernels.quantized_pages import LARGEST_STORED, quantize
 from kernels.reference import LARGEST_KEY
-from kernels.triton.launching import runs_triton, unit_stride
+from kernels.triton.launching import FUSED, runs_triton, unit_stride
 from kernels.triton.variants import EVERY_ARCH, FP8_ARCHS, Variant
 
 TILE = 2048
@@ -122,7 +122,7 @@ def write_pages(cache: LayerCache, key: torch.Tensor, value: torch.Tensor, batch
         key, value, batch.write_slots, batch.query_start[-1:],
         cache.key, cache.value, cache.key_scale, cache.value_scale,
         *key.stride()[:2], *value.stride()[:2], heads, dim, *largest_written(key.dtype),
-        LARGEST_STORED=LARGEST_STORED.get(cache.key.dtype, 0), BLOCK_H=block_h, BLOCK_D=block_d,
+        LARGEST_STORED=LARGEST_STORED.get(cache.key.dtype, 0), BLOCK_H=block_h, BLOCK_D=block_d, **FUSED,
     )  # fmt: skip
 
 

@@ -32,7 +32,7 @@ from triton.compiler import ASTSource
 from triton.runtime.cache import get_cache_manager
 
 import kernels.triton
-from kernels.triton.variants import EVERY_ARCH, Variant
+from kernels.triton.variants import EVERY_ARCH, FP8_ARCHS, Variant
 
 _LOG = "ptxas.txt"
 """Beside the compiled kernel in Triton's cache."""
@@ -170,7 +170,8 @@ def table(rows: Sequence[Usage]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m kernels.triton.compiled", description=__doc__)
     parser.add_argument("--only", default="", metavar="TEXT", help="those whose module/name contains TEXT")
-    parser.add_argument("--arch", choices=[f"sm_{arch}" for arch in EVERY_ARCH], help="one architecture only")
+    archs = [f"sm_{arch}" for arch in sorted({*EVERY_ARCH, *FP8_ARCHS})]
+    parser.add_argument("--arch", choices=archs, help="one architecture only")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
     options = parser.parse_args(arguments)
     if os.environ.get("TRITON_INTERPRET", "0") != "0":

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton.language as tl
 from triton.runtime.interpreter import InterpretedFunction
 
 INTERPRETED = isinstance(tl.cdiv, InterpretedFunction)
 """Whether triton was imported with TRITON_INTERPRET=1, and so runs on the CPU."""
+
+FUSED: dict[str, Any] = {"enable_fp_fusion": True}
+"""Of a launch: products and sums in one rounding, where the compiler likes. It says so, or Triton's default would say
+it, which is another from 3.10 on."""
+
+EXACT: dict[str, Any] = {"enable_fp_fusion": False}
+"""Of a launch: products round before anything is added to them."""
 
 
 def runs_triton(x: torch.Tensor) -> bool:

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.triton.launching import runs_triton, unit_stride
+from kernels.triton.launching import FUSED, runs_triton, unit_stride
 from kernels.triton.variants import Variant
 
 GROUP = 8
@@ -94,7 +94,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
             flat, weight, None if bias is None else bias.contiguous(), out, rows, columns, inner,
             flat.stride(0), weight.stride(0),
             BLOCK_M=tile.rows, BLOCK_N=tile.columns, BLOCK_K=tile.depth, GROUP=GROUP, WHOLE=inner % tile.depth == 0,
-            num_warps=tile.num_warps, num_stages=tile.num_stages,
+            num_warps=tile.num_warps, num_stages=tile.num_stages, **FUSED,
         )  # fmt: skip
     return out.view(*x.shape[:-1], columns)
 

@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.triton.launching import FUSED
 from kernels.triton.variants import Variant
 
 BLOCK = 1024
@@ -84,7 +85,7 @@ class PageMoves:
         if len(sources):
             _move_pages[(len(sources), len(self._pools), self._chunks)](
                 sources, targets, source.bases, source.steps, target.bases, target.steps, self._sizes,
-                WORD=_WORDS[self._word], ALIGNED=self._aligned, BLOCK=BLOCK,
+                WORD=_WORDS[self._word], ALIGNED=self._aligned, BLOCK=BLOCK, **FUSED,
             )  # fmt: skip
 
 

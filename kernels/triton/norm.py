@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.triton.launching import runs_triton, unit_stride
+from kernels.triton.launching import FUSED, runs_triton, unit_stride
 from kernels.triton.variants import Variant
 
 MAX_WIDTH = 32768
@@ -63,7 +63,7 @@ def add_rms_norm(
         _add_rms_norm[(rows,)](
             x, residual, weight.contiguous(), out, total, width, eps, x.stride(0),
             0 if residual is None else residual.stride(0),
-            BLOCK=triton.next_power_of_2(width), num_warps=num_warps(width),
+            BLOCK=triton.next_power_of_2(width), num_warps=num_warps(width), **FUSED,
         )  # fmt: skip
     return out, total
 

@@ -26,7 +26,7 @@ from kernels.triton.cache import (
     write_heads,
     write_pages,
 )
-from kernels.triton.launching import runs_triton, unit_stride
+from kernels.triton.launching import FUSED, runs_triton, unit_stride
 from kernels.triton.norm import rms_norm
 from kernels.triton.variants import EVERY_ARCH, FP8_ARCHS, Variant
 
@@ -183,7 +183,7 @@ def rotate_and_write(
             qkv.stride(0), 0 if cos is None else cos.stride(0), 0 if sin is None else sin.stride(0),
             g.num_heads, g.num_kv_heads, rotation.eps, *largest_written(qkv.dtype),
             DIM=g.head_dim, HALF=half, LARGEST_STORED=LARGEST_STORED.get(cache.key.dtype, 0), **tile,
-            num_warps=_num_warps(tile),
+            num_warps=_num_warps(tile), **FUSED,
         )  # fmt: skip
     return query
 

@@ -30,6 +30,7 @@ from typing import Any
 import torch
 import triton
 
+from kernels.triton.launching import EXACT
 from kernels.triton.sampling_kernel import BLOCK, best_tokens, block_maxima, draw, find_edges, gather, pick
 from kernels.triton.variants import Variant
 
@@ -91,7 +92,7 @@ def choose_tokens(
     tiles = triton.cdiv(blocks, MAXIMA_TILE)
     parts = triton.cdiv(blocks, DRAW_TILE)
     room = CANDIDATES
-    some: dict[str, Any] = {"LARGEST": LARGEST[logits.dtype], "enable_fp_fusion": False}
+    some: dict[str, Any] = {"LARGEST": LARGEST[logits.dtype], **EXACT}
     rooms = _rooms(rows, blocks, parts, room, logits.device, drawn, filtered)
     maxima, bests, cuts, counts, totals, candidates, edges, values, ids = rooms
     stride = logits.stride(0)
@@ -116,7 +117,7 @@ def choose_tokens(
         logits, stride, maxima, temperature, key, bests, edges, values, ids, vocabulary, blocks, parts,
         TILE=DRAW_TILE, **some,
     )  # fmt: skip
-    pick[(rows,)](temperature, values, ids, tokens, parts, PARTS=triton.next_power_of_2(parts), num_warps=1)
+    pick[(rows,)](temperature, values, ids, tokens, parts, PARTS=triton.next_power_of_2(parts), num_warps=1, **EXACT)
     return tokens
 
 

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.triton.launching import EXACT
 from kernels.triton.variants import Variant
 
 TILE = 2048
@@ -104,7 +105,7 @@ def forbid(logits: torch.Tensor, table: torch.Tensor, bits: torch.Tensor, bans: 
     """
     vocabulary = logits.shape[1]
     grid = (len(table), triton.cdiv(vocabulary, TILE))
-    _forbid[grid](logits, logits.stride(0), table, bits, bans, vocabulary, bits.shape[1], TILE=TILE)
+    _forbid[grid](logits, logits.stride(0), table, bits, bans, vocabulary, bits.shape[1], TILE=TILE, **EXACT)
 
 
 def open_up(logits: torch.Tensor, table: torch.Tensor, bits: torch.Tensor, bans: torch.Tensor) -> None:
@@ -114,10 +115,10 @@ def open_up(logits: torch.Tensor, table: torch.Tensor, bits: torch.Tensor, bans:
     tiles = triton.cdiv(vocabulary, TILE)
     flags = torch.empty((len(table), tiles), dtype=torch.int32, device=logits.device)
     grid = (len(table), tiles)
-    _find_possible[grid](logits, logits.stride(0), table, flags, vocabulary, tiles, TILE=TILE)
+    _find_possible[grid](logits, logits.stride(0), table, flags, vocabulary, tiles, TILE=TILE, **EXACT)
     _open_up[grid](
         logits, logits.stride(0), table, bits, bans, flags, vocabulary, bits.shape[1], tiles,
-        TILE=TILE, TILES=triton.next_power_of_2(tiles),
+        TILE=TILE, TILES=triton.next_power_of_2(tiles), **EXACT,
     )  # fmt: skip
 
 
@@ -131,11 +132,8 @@ def penalise(
     frequency and presence penalty.
     """
     _penalise[(len(runs), triton.cdiv(longest, ENTRIES))](
-        logits, logits.stride(0), entries, runs, penalties, ENTRIES=ENTRIES, **_EXACT
+        logits, logits.stride(0), entries, runs, penalties, ENTRIES=ENTRIES, **EXACT
     )
-
-
-_EXACT: dict[str, Any] = {"enable_fp_fusion": False}  # products that round before they are subtracted
 
 
 def _variants() -> list[Variant]:

@@ -9,8 +9,8 @@ from typing import Any
 EVERY_ARCH = (80, 90)
 """Ampere and Hopper."""
 
-FP8_ARCHS = (90,)
-"""Those whose hardware converts to and from fp8 e4m3."""
+FP8_ARCHS = (89, 90)
+"""Those whose hardware converts to and from fp8 e4m3: Ada and Hopper."""
 
 SHARED_BYTES = 99 << 10
 """Shared memory that a block can have on every card from Ampere on (the least: compute capability 8.6 and 8.9)."""

@@ -16,6 +16,7 @@ from kernels.triton.attention_shapes import (
     chunk_tile,
     decode_tile,
     invariant_tile,
+    kinds_of_launch,
     launches,
     power_of_two,
     split_count,
@@ -83,6 +84,23 @@ def test_every_sequence_is_done_once_and_grids_stay_small(
                 else (keys + FIXED_PIECE_KEYS - 2) // FIXED_PIECE_KEYS + 1
             )
             assert one.slots >= min(pieces, -(-max_keys // FIXED_PIECE_KEYS)), "as many as its keys can touch"
+
+
+@given(GEOMETRIES, st.sampled_from([2, 4]), st.sampled_from([1, 2, 4]), st.integers(1, 3000), st.integers(1, 1 << 17),
+       st.booleans(), st.booleans(), st.integers(1, 200))  # fmt: skip
+def test_no_batch_has_a_launch_of_another_sort(
+    geometry: Geometry, compute: int, stored: int, max_query: int, keys: int, invariant: bool, warps: bool, sms: int
+) -> None:
+    def sort(one: Launch) -> tuple[object, ...]:
+        return one.tile, one.queries, one.search, one.splits > 1, one.piece_tiles
+
+    known = {
+        sort(one) for one in kinds_of_launch(geometry, compute, stored, invariant=invariant, warpgroups=warps)
+    }  # fmt: skip
+    found = launches(geometry, compute, stored, tokens=2 + max_query, sequences=3, max_query=max_query, max_keys=keys,
+                     window=None, num_sms=sms, invariant=invariant, warpgroups=warps)  # fmt: skip
+    assert {sort(one) for one in found} <= known
+    assert len(known) <= 12, "each is some seconds of a compiler"
 
 
 def test_a_batch_of_one_kind_is_one_launch() -> None:
