@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from scheduler.core.limits import PLACEMENTS, Limits
 from scheduler.core.pools import SHORTER
 from scheduler.policies.batching import BATCHING_POLICIES
+from scheduler.policies.roles import RolePolicy
 from scheduler.policies.scaling import ScalingPolicy
 from shared.config import MeshConfig, at_least, between, option
 
@@ -107,6 +108,11 @@ class SchedulerConfig(MeshConfig):
     balance: bool = option(
         True, "a worker that is about to preempt hands over to one with room, where it offers its KV blocks"
     )
+    plan_roles: bool = option(
+        False,
+        "move workers that were started with --role prefill or decode from one to the other, as there is more to do of "
+        "either kind",
+    )
     run_ahead: int = option(2, "plans in flight per worker; 1 turns run-ahead off", check=between(1, 8))
     lease_s: float = option(
         1.5,
@@ -178,6 +184,10 @@ class SchedulerConfig(MeshConfig):
             transfer_timeout_ns=int(self.transfer_timeout_s * 1e9),
             balance=self.balance,
         )
+
+    def roles(self) -> RolePolicy | None:
+        """How roles follow the load; None: they stay."""
+        return RolePolicy() if self.plan_roles else None
 
     def scaling(self) -> ScalingPolicy:
         """Raises ValueError if the bounds contradict each other."""

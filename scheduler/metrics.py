@@ -10,7 +10,7 @@ from observability.lean_metrics import LeanHistogram, lean_histogram
 from scheduler.core.move import Why
 from scheduler.core.pools import QueueKey
 from scheduler.core.worker_state import WorkerState
-from shared.messages import Outcome
+from shared.messages import Outcome, Role
 
 _PAUSE_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 _PLAN_BUCKETS = (0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05)
@@ -50,12 +50,15 @@ class PoolMetrics:
         self._workers: Gauge = metrics.pool_workers.labels(*key)
         self._running: Gauge = metrics.pool_running.labels(*key)
         self._waiting: Gauge = metrics.pool_waiting.labels(*key)
+        self._roles: dict[Role, Gauge] = {role: metrics.role_workers.labels(*key, role.value) for role in Role}
 
     def observe(self, waiting: int, workers: Sequence[WorkerState]) -> None:
         """``waiting`` sequences, and all that run on its workers, whichever pool's requests they are."""
         self._workers.set(len(workers))
         self._running.set(sum(len(worker.running) for worker in workers))
         self._waiting.set(waiting)
+        for role, gauge in self._roles.items():
+            gauge.set(sum(worker.role is role for worker in workers))
 
 
 class SchedulerMetrics:
@@ -91,6 +94,17 @@ class SchedulerMetrics:
         self.pool_waiting = gauge(
             "headrace_pool_requests_waiting", "Sequences that wait for the pool's workers", labels=POOL
         )
+        self.role_workers = gauge(
+            "headrace_role_workers", "Ready workers of the pool by what they are for now", labels=(*POOL, "role")
+        )
+        self.role_load = gauge(
+            "headrace_role_load",
+            "With --plan-roles: workers that prompts (prefill) and decodes keep busy, of those that have a role",
+            labels=(*POOL, "role"),
+        )  # fmt: skip
+        self.role_changes = counter("headrace_role_changes", "Workers given another role, by the new one", ("role",))
+        for role in Role:
+            self.role_changes.labels(role.value)
         self.desired_workers = gauge(
             "headrace_desired_workers", "Ready workers that the pool should have, for an autoscaler", labels=POOL
         )
@@ -191,7 +205,7 @@ class SchedulerMetrics:
         """This scheduler does not lead any more: what it had belongs to another one."""
         for gauge in (self.leading, self.workers, self.preempted, self.swapped, self.queue_age, self.fragmentation):
             gauge.set(0)
-        for gauge in (self.desired_workers, self.desired_workers_reason):
+        for gauge in (self.desired_workers, self.desired_workers_reason, self.role_load):
             gauge.clear()  # who does not lead wants nothing, not even none
         for model in self._models.values():
             for gauge in (model.running, model.waiting, model.kv_usage):

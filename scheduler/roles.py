@@ -1,16 +1,22 @@
 """Roles that follow the load: what the workers do is told to ``scheduler/policies/roles.py``, its answer to the core.
 
-The NATS service and the simulator drive it alike.
+The simulator drives ``RolePlanner`` as ``Roles`` does in the NATS service.
 """
 
 from __future__ import annotations
 
+import logging
+
 from scheduler.core.core import SchedulerCore
+from scheduler.core.events import CoreEvent
 from scheduler.core.pools import QueueKey
 from scheduler.core.sequence import pages_for
 from scheduler.core.worker_state import WorkerState
+from scheduler.metrics import SchedulerMetrics
 from scheduler.policies.roles import Member, RolePolicy, RolesState, advance
 from shared.messages import Role
+
+log = logging.getLogger("headrace.scheduler")
 
 LOOK_NS = 1_000_000_000
 """Between two looks."""
@@ -80,3 +86,23 @@ class RolePlanner:
                 within = rows + (limits.target_itl_ns / 1000 - step_us) / row_us
                 share = max(share, rows / max(1.0, within))
         return share
+
+
+class Roles:
+    """The planner of a leader, with what it does carried out, logged and counted."""
+
+    def __init__(self, core: SchedulerCore, metrics: SchedulerMetrics, policy: RolePolicy) -> None:
+        self._core = core
+        self._metrics = metrics
+        self._planner = RolePlanner(core, policy)
+
+    def tick(self, now: int) -> list[CoreEvent]:
+        events: list[CoreEvent] = []
+        for name, role in self._planner.tick(now):
+            log.info("worker %s changes from %s to %s", name, self._core.workers[name].role.value, role.value)
+            events += self._core.set_role(name, role, now)
+            self._metrics.role_changes.labels(role.value).inc()
+        for key, (prompts, decodes) in self._planner.loads().items():
+            self._metrics.role_load.labels(*key, Role.PREFILL.value).set(prompts)
+            self._metrics.role_load.labels(*key, Role.DECODE.value).set(decodes)
+        return events

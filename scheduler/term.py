@@ -23,6 +23,7 @@ from scheduler.patience import Patience
 from scheduler.presence import Presence
 from scheduler.recorder import Queue
 from scheduler.reporting import Reporter
+from scheduler.roles import Roles
 from scheduler.scaling import Autoscaling
 from scheduler.workers import Workers
 from shared.bus import Unsubscribe
@@ -65,6 +66,8 @@ class Term:
             means.recorder.choice_of,
         )  # fmt: skip
         self._scaling = Autoscaling(core, means.metrics, means.config.scaling())
+        policy = means.config.roles()
+        self._roles = None if policy is None else Roles(core, means.metrics, policy)
         self._plans = PlanSender(
             core, means.config.run_ahead, means.subjects, means.post_step, means.metrics, self._planned, means.leads
         )
@@ -136,6 +139,8 @@ class Term:
         self._workers.tick(now_s)
         self._gateways.tick(now_s)
         self._carry_out(self.core.tick(time.monotonic_ns()))
+        if self._roles is not None:
+            self._carry_out(self._roles.tick(time.monotonic_ns()))
         self._plans.pump_all()
         self._report.observe()
         self._scaling.tick(now_s)
