@@ -16,6 +16,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from headrace.gpus import shares
 from headrace.models.cache import CACHE_ENV
 from headrace.models.default import DEFAULT_MODEL_ID, DEFAULT_VOCAB_SIZE
 from headrace.settings import UpSettings
@@ -95,16 +96,20 @@ def child_specs(
     settings: UpSettings, mesh: Mesh, environ: Mapping[str, str] | None = None, sockets: Sockets | None = None,
     others: Collection[str] = (),
 ) -> list[ChildSpec]:  # fmt: skip
-    """One spec per service process. Those in ``others`` have their other name on the bus."""
+    """One spec per service process. Those in ``others`` have their other name on the bus. Raises ConfigError if there
+    are too few GPUs."""
     environ = os.environ if environ is None else environ
     sockets = sockets or Sockets()
 
-    def spec(name: str, service: str, config: MeshConfig, stage: int, grace_s: float) -> ChildSpec:
+    def spec(
+        name: str, service: str, config: MeshConfig, stage: int, grace_s: float, more: Mapping[str, str] | None = None
+    ) -> ChildSpec:
         if port := sockets.metrics_port(name):
             config = dataclasses.replace(config, metrics_port=port)  # type: ignore[call-arg]  # every service has it
         # -P: a folder of the same name where `up` is run must not be taken for the service.
         command = [sys.executable, "-P", "-m", service, *service_flags(config)]
-        return ChildSpec(name, command, stage, grace_s, service_environ(config, environ), sockets.of(name))
+        given = service_environ(config, environ) | (more or {})
+        return ChildSpec(name, command, stage, grace_s, given, sockets.of(name))
 
     def decided(service: str) -> dict[str, Any]:
         found: dict[str, Any] = {"nats": mesh.nats_url, "nats_token": mesh.nats_token}
@@ -123,6 +128,7 @@ def child_specs(
         spec("scheduler", "scheduler", scheduler, MESH_STAGE, MESH_GRACE_S),
         spec("gateway", "gateway", gateway, GATEWAY_STAGE, gateway.drain_grace_s + MESH_GRACE_S),
     ]
+    gpus = shares(settings.services["worker"], settings.workers, environ)
     for index, name in enumerate(worker_names(settings)):
         worker: Any = dataclasses.replace(settings.services["worker"], **decided("worker"), **model)
         if worker.simulate:
@@ -136,7 +142,7 @@ def child_specs(
             worker = dataclasses.replace(worker, transfer_host=LOOPBACK)
         if settings.workers > 1 and worker.threads == 0:  # else all would fight over the cores
             worker = dataclasses.replace(worker, threads=max(1, _cores() // settings.workers))
-        specs.append(spec(name, "worker", worker, MESH_STAGE, MESH_GRACE_S))
+        specs.append(spec(name, "worker", worker, MESH_STAGE, MESH_GRACE_S, gpus[index]))
     return specs
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 from gateway.config_files import check_files
+from headrace.gpus import shares
 from headrace.settings import UpSettings
 from shared.config import ConfigError
 from shared.lifecycle import StartupError
@@ -23,6 +25,7 @@ def check(settings: UpSettings) -> None:
         raise ConfigError(str(error)) from None
     if any(source.path != gateway.model for source in gateway.sources):
         raise ConfigError("--model: `headrace up` serves one model; several need services that are started one by one")
+    shares(settings.services["worker"], settings.workers, os.environ)
     if scheduler.record and not Path(scheduler.record).parent.is_dir():
         raise ConfigError(f"--record {scheduler.record}: no such folder")
     if not settings.own_nats and gateway.nats_ca:
