@@ -16,6 +16,7 @@ from worker.asking import banned_tokens, prompt_rows, shape_of
 from worker.assembly import assemble
 from worker.batch import Batch, Row, Sampled, Slot, Step
 from worker.device.graphs import padded
+from worker.device.lora import numbers_of
 from worker.device.port import Event, Fetched, fetch
 from worker.device.sampling import (
     SETTINGS,
@@ -82,14 +83,16 @@ class DeviceFlight:
         if rows and not self._prompts and all(row.count == 1 and not row.padding for row in rows):
             size = runner.graphs.size_for(len(rows))
         self._size = size
+        numbers = numbers_of(rows, runner.adapters)
+        self._adapters = numbers is not None
         from_device = [(row.slot, row.start) for row in rows] if size is not None else []
         self._delta = Delta(runner.state, batch, from_device, packing)
         if size is not None:
             slots = [row.slot.index for row in rows]
-            inputs = padded(slots, [row.start for row in rows], size, runner.state.scratch)
+            inputs = padded(slots, [row.start for row in rows], size, runner.state.scratch, numbers)
             self._inputs = packing.add(np.array(inputs, dtype=np.int64))
         elif rows:
-            self._prepare_ragged(batch)
+            self._prepare_ragged(batch, numbers)
         settings = [_settings(choice.slot) for choice in self._choices]
         positions = np.array([choice.position for choice in self._choices], dtype=np.int64)
         packed = pack_settings(np.array(settings, dtype=np.int64).reshape(-1, SETTINGS), positions)
@@ -108,7 +111,7 @@ class DeviceFlight:
             places = [of_row[choice.row] for choice in self._choices]
         return [] if places == list(range(len(places))) else places
 
-    def _prepare_ragged(self, batch: Batch) -> None:
+    def _prepare_ragged(self, batch: Batch, numbers: list[int] | None) -> None:
         rows, packing = self._step.rows, self._packing
         tokens, positions, ragged = assemble(batch, rows, 0, self._runner.capacity.max_model_len)
         starts = ragged.query_start
@@ -128,6 +131,7 @@ class DeviceFlight:
                 ragged.write_slots, keep, np.array([row.slot.index for row in rows], dtype=np.int64),
                 np.array([at for at, _ in pending], dtype=np.int64),
                 np.array([slot for _, slot in pending], dtype=np.int64),
+                np.repeat(np.array(numbers or [], dtype=np.int64), [row.count for row in rows] if numbers else []),
             )
         ]  # fmt: skip
 
@@ -140,7 +144,7 @@ class DeviceFlight:
         if self._size is not None:
             inputs = uploaded[self._inputs]
             keys = 1 + max(row.start for row in self._step.rows)
-            runner.graphs.launch(inputs, keys)
+            runner.graphs.launch(inputs, keys, self._adapters)
             count = len(self._step.rows)
             port.run(lambda: self._have(runner.graphs.logits(count)))
         elif self._step.rows:
@@ -151,7 +155,9 @@ class DeviceFlight:
 
     def _run_ragged(self, uploaded: list[torch.Tensor]) -> torch.Tensor:
         state = self._runner.state
-        tokens, positions, starts, visible, write_slots, keep, slots, at, of = (uploaded[p] for p in self._places)
+        tokens, positions, starts, visible, write_slots, keep, slots, at, of, numbers = (
+            uploaded[p] for p in self._places
+        )  # fmt: skip
         if len(at):
             tokens.index_copy_(0, at, state.last_token.index_select(0, of))
         ragged = self._ragged
@@ -164,7 +170,7 @@ class DeviceFlight:
             max_keys=int(ragged.visible.max()),
             host=ragged,
         )
-        return self._runner.model.forward(tokens, positions, batch, keep)
+        return self._runner.model.forward(tokens, positions, batch, keep, numbers if self._adapters else None)
 
     # --- sampling ---------------------------------------------------------------------------------------------------
 

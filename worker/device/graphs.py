@@ -17,6 +17,7 @@ from functools import partial
 import torch
 
 from kernels.contract import DeviceBatch
+from worker.device.lora import NOBODY
 from worker.device.model import DeviceModel
 from worker.device.port import Graph, Port
 from worker.device.state import DeviceState
@@ -61,14 +62,15 @@ class DecodeGraphs:
         self._longest = longest
         self._sizes = sizes_up_to(min(largest, model.graph_tokens))
         self._room = room
-        self._graphs: OrderedDict[tuple[int, int], Graph] = OrderedDict()  # the least recently used first
-        self._warm: dict[tuple[int, int], int] = {}
+        # By rows, bound on keys, and whether rows have LoRA adapters; the least recently used first.
+        self._graphs: OrderedDict[tuple[int, int, bool], Graph] = OrderedDict()
+        self._warm: dict[tuple[int, int, bool], int] = {}
         self._drops = 0
         self._ends = ""  # why nothing more is captured
         count = self._sizes[-1] if self._sizes else 0
         device = port.device
-        # Where every graph finds what the step is about: slots and positions.
-        self._inputs = torch.zeros((2, count), dtype=torch.int64, device=device)
+        # Where every graph finds what the step is about: slots, positions, and the numbers of adapters.
+        self._inputs = torch.zeros((3, count), dtype=torch.int64, device=device)
         self._starts = torch.arange(count + 1, dtype=torch.int32, device=device)
         self._every = torch.arange(count, dtype=torch.int64, device=device)
         self._logits: torch.Tensor | None = None  # [largest, vocab_size], once their type is known
@@ -82,11 +84,12 @@ class DecodeGraphs:
         """How many rows a step of ``rows`` decodes runs as; None: it runs elsewhere."""
         return next((size for size in self._sizes if size >= rows), None)
 
-    def launch(self, inputs: torch.Tensor, keys: int) -> None:
-        """The forward pass of ``inputs``, int64 ``[2, size]``: slots and positions. No sequence has more ``keys``."""
+    def launch(self, inputs: torch.Tensor, keys: int, adapters: bool = False) -> None:
+        """The forward pass of ``inputs``, int64 ``[3, size]``: slots, positions, and where ``adapters`` says that there
+        are some, their numbers. No sequence has more ``keys``."""
         size = inputs.shape[1]
         self._port.run(lambda: self._inputs[:, :size].copy_(inputs))
-        key = size, key_bound(keys, self._longest)
+        key = size, key_bound(keys, self._longest), adapters
         graph = self._graphs.get(key) or self._captured(key)
         if graph is None:
             self._port.run(partial(self._pass, *key))
@@ -111,7 +114,7 @@ class DecodeGraphs:
         if self._drops >= MOST_DROPS:
             self._end("steps lacked their memory time and again")
 
-    def _captured(self, key: tuple[int, int]) -> Graph | None:
+    def _captured(self, key: tuple[int, int, bool]) -> Graph | None:
         """A new graph; None where there is to be none, or not yet."""
         runs = self._warm.get(key, 0)
         self._warm[key] = runs + 1
@@ -129,7 +132,7 @@ class DecodeGraphs:
             return None
         self.used += max(0, self._port.reserved() - before)
         self._graphs[key] = graph
-        log.info("captured decode steps of %d rows, %d keys at most; graphs take %d MiB", *key, self.used >> 20)
+        log.info("captured decode steps of %d rows, %d keys at most; graphs take %d MiB", *key[:2], self.used >> 20)
         if len(self._graphs) > MOST_GRAPHS:  # capturing has waited for the device: the oldest is not running
             dropped, _ = self._graphs.popitem(last=False)
             self._warm.pop(dropped)
@@ -141,7 +144,7 @@ class DecodeGraphs:
         self._ends = reason
         log.warning("no more graphs are captured, %d are kept: %s", len(self._graphs), reason)
 
-    def _pass(self, size: int, keys: int) -> None:
+    def _pass(self, size: int, keys: int, adapters: bool) -> None:
         """A step of ``size`` rows: what a graph holds. Everything it reads or writes stays where it is."""
         state, block_size = self._state, self._block_size
         slots, positions = self._inputs[0, :size], self._inputs[1, :size]
@@ -156,13 +159,19 @@ class DecodeGraphs:
             max_query=1,
             max_keys=keys,
         )
-        logits = self._model.forward(state.last_token.index_select(0, slots), positions, batch, self._every[:size])
+        logits = self._model.forward(
+            state.last_token.index_select(0, slots), positions, batch, self._every[:size],
+            self._inputs[2, :size] if adapters else None,
+        )  # fmt: skip
         if self._logits is None:
             self._logits = logits.new_zeros((len(self._every), logits.shape[1]))
         self._logits[:size].copy_(logits)
 
 
-def padded(slots: Sequence[int], positions: Sequence[int], size: int, scratch: int) -> list[list[int]]:
-    """``[2, size]`` for :meth:`DecodeGraphs.launch`: rows beyond those given are of the scratch slot."""
+def padded(
+    slots: Sequence[int], positions: Sequence[int], size: int, scratch: int, adapters: Sequence[int] | None = None
+) -> list[list[int]]:
+    """``[3, size]`` for :meth:`DecodeGraphs.launch`: rows beyond those given are of the scratch slot."""
     filler = size - len(slots)
-    return [[*slots, *[scratch] * filler], [*positions, *[0] * filler]]
+    numbers = [NOBODY] * len(slots) if adapters is None else adapters
+    return [[*slots, *[scratch] * filler], [*positions, *[0] * filler], [*numbers, *[NOBODY] * filler]]

@@ -32,6 +32,8 @@ from worker.device.provision import Room, device_runner
 from worker.device.runner import DeviceRunner
 from worker.grammar import Grammars, load_engine_tokenizer
 from worker.kv_cache import storage_dtype
+from worker.lora_files import read_adapter
+from worker.lora_names import parse_adapters
 from worker.model import dtype_of, read_config, read_weights
 
 
@@ -97,6 +99,7 @@ def load_on(
     experts.register()
     model_config = read_config(config.model)
     check_config(config.model, model_config)
+    adapters = [read_adapter(name, path, dtype) for name, path in parse_adapters(config.lora).items()]
     by_host = config.quantize != "none" or importlib.util.find_spec("accelerate") is None
     if config.quantize == "none" and config.tensor_parallel == 1:
         check_weights(memory, weight_bytes(model_config, dtype), config.gpu_memory_utilization)
@@ -114,6 +117,7 @@ def load_on(
             scheme=config.quantize,
             batch_invariant=config.batch_invariant,
             longest=config.max_model_len,
+            adapters=adapters,
         )
         del module
     except port.out_of_memory:

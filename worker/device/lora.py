@@ -11,13 +11,14 @@ save that where adapters are many.)
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
+from worker.batch import PlanError, Row
 from worker.lora_files import Adapter, LowRank
 
 NOBODY = -1
@@ -45,6 +46,16 @@ def keep_rows(keep: torch.Tensor) -> None:
     """From here on the pass goes on with these of its rows."""
     if _running.numbers is not None:
         _running.numbers = _running.numbers.index_select(0, keep)
+
+
+def numbers_of(rows: Sequence[Row], known: Mapping[str, int]) -> list[int] | None:
+    """Of each row's adapter; None where no row has one. Raises PlanError."""
+    names = ["" if row.padding else row.slot.adapter for row in rows]
+    if not any(names):
+        return None
+    if unknown := [name for name in names if name and name not in known]:
+        raise PlanError(f"there is no adapter {unknown[0]!r} here")
+    return [known[name] if name else NOBODY for name in names]
 
 
 class StackedAdapters(nn.Module):

@@ -145,9 +145,10 @@ def largest_step(
     longest: int,
     device: torch.device,
     sample: Callable[[torch.Tensor], object],
+    adapters: bool = False,
 ) -> None:
     """A step of ``step_tokens`` prompt tokens in sequences of up to ``longest``, with as many sampled rows as there may
-    be. Every key goes to the scratch page, and is read from there."""
+    be. Every key goes to the scratch page, and is read from there. ``adapters``: every row has a LoRA adapter."""
     rows = min(step_tokens, PROFILED_ROWS)
     longest = min(longest, step_tokens)
     starts = torch.arange(0, step_tokens, longest, dtype=torch.int32)
@@ -164,6 +165,6 @@ def largest_step(
     tokens = torch.zeros(step_tokens, dtype=torch.int64, device=device)
     keep = torch.arange(step_tokens - rows, step_tokens, device=device)
     try:
-        sample(model.forward(tokens, place.to(device), batch, keep))
+        sample(model.forward(tokens, place.to(device), batch, keep, torch.zeros_like(tokens) if adapters else None))
     finally:
         model.caches = []

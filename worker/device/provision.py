@@ -15,6 +15,7 @@ from shared.lifecycle import StartupError
 from shared.messages import Capacity, Sampling
 from worker.assembly import assemble
 from worker.batch import Batch, Row
+from worker.device.lora import numbers_of
 from worker.device.memory import DeviceMemory, largest_step, measure
 from worker.device.port import Port
 from worker.device.prepare import Prepared
@@ -76,8 +77,10 @@ def device_runner(
 
     def step() -> None:
         largest_step(
-            prepared.model, kernel, len(prepared.layers), geometry.block_size, room.step_tokens, longest, device, sample
-        )
+            prepared.model, kernel, len(prepared.layers), geometry.block_size, room.step_tokens, longest, device,
+            sample,
+            adapters=bool(loaded.adapters),
+        )  # fmt: skip
 
     split = measure(memory, room.utilization, graph_room, room.step_tokens, step)
     storage: torch.dtype = getattr(kernel, "storage", loaded.dtype)
@@ -105,6 +108,7 @@ def device_runner(
         host_blocks=room.swap_space // (token_bytes * size.block_size),
         kv_dtype="" if storage == loaded.dtype else str(storage).removeprefix("torch."),
         max_batched_tokens=room.step_tokens,
+        adapters=list(loaded.adapters),
     )
     start_up.ended("KV cache")
     how = "module by module" if loaded.module is not None else "fused"
@@ -152,11 +156,15 @@ class _Passes:
         keep = ragged.query_start[1:][[row.sample for row in rows]] - 1
         device = self.prepared.loaded.device
         token_ids, places, kept = (torch.from_numpy(array).to(device) for array in (tokens, positions, keep))
-        return self.prepared.model.forward(token_ids, places, on_device(ragged, device), kept)
+        numbers = numbers_of(rows, {name: number for number, name in enumerate(self.capacity.adapters)})
+        adapters = None
+        if numbers is not None:
+            adapters = torch.from_numpy(np.repeat(numbers, [row.count for row in rows])).to(device)
+        return self.prepared.model.forward(token_ids, places, on_device(ragged, device), kept, adapters)
 
 
 def _check_bits(prepared: Prepared, capacity: Capacity, batch_invariant: bool) -> None:
-    if rows_keep_their_bits(_Passes(prepared, capacity)):
+    if rows_keep_their_bits(_Passes(prepared, capacity), capacity.adapters):
         return
     why = "a row's bits depend on the rows beside it"
     if batch_invariant:

@@ -48,6 +48,7 @@ class DeviceRunner:
         self.port = port
         self.capacity = capacity
         self.grammars = grammars
+        self.adapters = {name: number for number, name in enumerate(capacity.adapters)}
         self.uploads = Uploads(port)
         self._sampling_uploads = Uploads(port)
         self.pages = DevicePages(model.caches, capacity.host_blocks, port, self.uploads)

@@ -8,7 +8,7 @@ from typing import NoReturn
 
 import msgspec
 import torch
-from hash_model import EOS, HashModel, expected, logits_after
+from hash_model import ADAPTERS, EOS, HashModel, expected, logits_after
 from mesh_in_a_box import MS, Box
 from rehearsal_port import RehearsalPort
 
@@ -43,7 +43,7 @@ def searched(submit: Submit) -> list[Hypothesis]:
     while not search.done:
         seen = []
         for beam in beams:
-            log_probs = torch.log_softmax(logits_after(prompt + beam)[0].double(), dim=-1)
+            log_probs = torch.log_softmax(logits_after(prompt + beam, submit.adapter)[0].double(), dim=-1)
             best = log_probs.topk(candidates_wanted(sampling, [EOS]))
             seen.append((best.indices.tolist(), best.values.tolist()))
         beams = [[*beams[one.parent], one.token] for one in search.advance(beams, seen)]
@@ -64,7 +64,7 @@ class DeviceBox(Box):
         self.answers: list[Reset] = []
         self.entries: list[TokenEntry] = []
         self.overlaps = 0  # steps that were launched before the one before them had landed
-        super().__init__(limits, num_blocks=num_blocks, host_blocks=host_blocks)
+        super().__init__(limits, num_blocks=num_blocks, host_blocks=host_blocks, adapters=ADAPTERS)
 
     def add_worker(self, name: str, cap: Capacity, incarnation: int = 1) -> None:
         self.batch = self.batches[name] = Batch(cap.block_size, cap.num_blocks, cap.max_model_len, frozenset([EOS]))
@@ -171,7 +171,7 @@ class DeviceBox(Box):
                 assert event.hypotheses == searched(event.submit)
         for (request_id, choice), got in self.delivered.items():
             submit = self.submits[request_id]
-            want = expected(unpack_tokens(submit.prompt), submit.sampling, choice)
+            want = expected(unpack_tokens(submit.prompt), submit.sampling, choice, submit.adapter)
             assert got == want[: len(got)], (request_id, choice)
             if (request_id, choice) in self.ends:
                 assert len(got) == len(want)

@@ -17,6 +17,8 @@ from worker.token_counts import TokenCounts
 PRIME = 10_007
 VOCAB = 29
 EOS = 5
+ADAPTERS = ["x", "y"]
+"""Names by their numbers. With one of them, a row's token stands for another one."""
 
 
 def _code(token: torch.Tensor, place: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -43,7 +45,12 @@ class HashModel:
         self.faults = 0  # so many passes fail
 
     def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, batch: DeviceBatch, keep: torch.Tensor
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        batch: DeviceBatch,
+        keep: torch.Tensor,
+        adapters: torch.Tensor | None = None,
     ) -> torch.Tensor:
         self.shapes.append((len(token_ids), batch.max_keys))
         if self.faults:
@@ -51,6 +58,8 @@ class HashModel:
             raise RuntimeError("an illegal memory access was encountered")
         if self.waits:
             positions.max().item()
+        if adapters is not None:
+            token_ids = token_ids + (adapters + 1) * 101
         [cache] = self.caches
         for pages, code in zip((cache.key, cache.value), _code(token_ids, positions), strict=True):
             pages.view(-1).index_copy_(0, batch.write_slots, code)
@@ -70,12 +79,13 @@ def _state(tokens: tuple[int, ...]) -> int:
     return _state(tokens[:-1]) + int(codes[0]) + 3 * int(codes[1])
 
 
-def logits_after(tokens: list[int]) -> torch.Tensor:
+def logits_after(tokens: list[int], adapter: str = "") -> torch.Tensor:
     """``[1, VOCAB]``."""
-    return _logits(torch.tensor([_state(tuple(tokens)) % PRIME]))
+    number = ADAPTERS.index(adapter) + 1 if adapter else 0
+    return _logits(torch.tensor([_state(tuple(token + number * 101 for token in tokens)) % PRIME]))
 
 
-def expected(prompt: list[int], sampling: Sampling, choice: int = 0) -> list[int]:
+def expected(prompt: list[int], sampling: Sampling, choice: int = 0, adapter: str = "") -> list[int]:
     """What must come of a prompt, end tokens included."""
     tokens = list(prompt)
     counts = TokenCounts(len(prompt), with_prompt=sampling.repetition_penalty != 1)
@@ -84,7 +94,7 @@ def expected(prompt: list[int], sampling: Sampling, choice: int = 0) -> list[int
         counts.follow(tokens)
         banned = [EOS] if generated < sampling.min_tokens and not sampling.ignore_eos else []
         shape = Shape(sampling, banned, counts if asks_for_counts(sampling) else None, bias=bias)
-        [token] = sample(logits_after(tokens), [SampleRow(sampling, 0, choice, len(tokens), shape)])
+        [token] = sample(logits_after(tokens, adapter), [SampleRow(sampling, 0, choice, len(tokens), shape)])
         tokens.append(token)
         if token == EOS and not sampling.ignore_eos:
             break

@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from batch_driver import BatchDriver
 from ragged_steps import CPU, RaggedSteps
+from test_device_load import loaded
 from tiny_adapters import EVERY_PROJECTION, make_adapter, merged_model
 
+from shared.messages import Sampling
 from worker import attention, experts
 from worker.device.decoder import FusedDecoder
 from worker.device.model import ANY_NUMBER, ModuleModel
@@ -96,3 +99,26 @@ def test_other_adapters_beside_it_change_no_bit_of_a_row(tiny_model: MakeModel, 
         steps.step({0: 7, 1: 9, 2: 4})
         rows.append(steps.step({0: 1, 1: 5, 2: 1})[1:6])
     assert torch.equal(rows[0], rows[1]) and torch.equal(rows[0], rows[2])
+
+
+def test_a_runner_has_the_adapters_that_its_options_name(tiny_model: MakeModel, tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    folders = adapters_of("llama", model, tmp_path)
+    runner = loaded(model, lora=",".join(f"a{index}={folder}" for index, folder in enumerate(folders)))
+    assert runner.capacity.adapters == ["a0", "a1"]
+    driver = BatchDriver(runner)
+    prompts = [[7, 8, 9, 10 + place] for place in range(3)]
+    whose = ["a1", "", "a0"]
+    sequences = [
+        driver.start(prompt, Sampling(0, 6, temperature=0.0, ignore_eos=True), adapter=adapter)
+        for prompt, adapter in zip(prompts, whose, strict=True)
+    ]
+    driver.run_to_end(chunk=3)
+    assert runner.graphs.replays, "its decodes were no graphs"
+    for adapter, prompt, sequence in zip(whose, prompts, sequences, strict=True):
+        merged = merged_model(model, folders[int(adapter[1:])] if adapter else None)
+        out = merged.generate(
+            torch.tensor([prompt]), attention_mask=torch.ones(1, 4, dtype=torch.int64), max_new_tokens=6,
+            do_sample=False, eos_token_id=None,
+        )  # fmt: skip
+        assert sequence.tokens == out[0, 4:].tolist(), adapter

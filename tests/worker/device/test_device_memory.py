@@ -87,8 +87,14 @@ def test_the_largest_step_is_as_large_as_any(tokens: int, longest: int) -> None:
         graph_tokens = 0
 
         def forward(
-            self, token_ids: torch.Tensor, positions: torch.Tensor, batch: DeviceBatch, keep: torch.Tensor
+            self,
+            token_ids: torch.Tensor,
+            positions: torch.Tensor,
+            batch: DeviceBatch,
+            keep: torch.Tensor,
+            adapters: torch.Tensor | None = None,
         ) -> torch.Tensor:
+            assert adapters is None
             assert len(self.caches) == 3 and batch.host is None
             plan = kernel.plan_device(batch)
             query = torch.randn(len(token_ids), 4, 16)

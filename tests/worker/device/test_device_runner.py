@@ -12,7 +12,7 @@ import pytest
 import torch
 from batch_driver import BatchDriver
 from device_box import DeviceBox
-from hash_model import VOCAB, HashModel
+from hash_model import ADAPTERS, VOCAB, HashModel
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from mesh_in_a_box import request
@@ -53,7 +53,8 @@ def some_request(rng: random.Random, name: str) -> Submit:
     beams = rng.choice((0, 0, 0, 0, 2))
     chosen = rng.sample(sorted(HOW), rng.choice((0, 1, 2)))
     how = {} if beams else {key: rng.choice(HOW[key]) for key in chosen}
-    return ask(name, rng.randint(1, 30), rng.randint(1, 20), beams or rng.choice((1, 1, 1, 2, 3)), beams, **how)
+    submit = ask(name, rng.randint(1, 30), rng.randint(1, 20), beams or rng.choice((1, 1, 1, 2, 3)), beams, **how)
+    return msgspec.structs.replace(submit, adapter=("", *ADAPTERS)[sum(name.encode()) % 3])
 
 
 @settings(max_examples=EXAMPLES // 8, phases=[Phase.explicit, Phase.generate])
@@ -224,3 +225,27 @@ def _numbers(told: object) -> list[float]:
     if isinstance(told, list | tuple):
         return [number for one in told for number in _numbers(one)]
     return [told] if isinstance(told, int | float) else []
+
+
+def test_decodes_with_adapters_and_without_are_graphs_of_their_own() -> None:
+    box = DeviceBox(graph_rows=8)
+    for adapter in ("", "y", ""):
+        for index in range(3):
+            name = f"{adapter or 'plain'}{len(box.submits)}"
+            box.submit(msgspec.structs.replace(ask(name, 3 + index, 16), adapter=adapter))
+        box.run()
+    box.assert_tokens_right()
+    kinds = {adapters for _, _, adapters in box.runner.graphs._graphs}
+    assert kinds == {False, True} and box.runner.graphs.replays
+
+
+def test_an_adapter_that_is_not_there_fails_the_step() -> None:
+    box = DeviceBox()
+    box.submit(ask("r"))
+    plan, _ = box.core.plan("w0", box.now)
+    assert plan is not None
+    [start] = plan.starts
+    box.queues["w0"].append(msgspec.structs.replace(plan, starts=[msgspec.structs.replace(start, adapter="z")]))
+    box.take()
+    box.land()
+    assert "no adapter 'z'" in box.executed[-1].fault
