@@ -9,8 +9,8 @@ either side (prompts at their workers, decodes that found no room elsewhere) com
 the other load has followed.
 
 The best number of prefill workers is the one with which the busier kind is least busy. It is taken only when that kind
-is busy at all, would be less so by a margin, and this has held for a while; then half of the way is gone at once and
-the effect awaited. So it follows a load that shifts, and neither noise nor its own transients.
+is busy at all, would be less so by a margin, and this has held for a while; then the effect is awaited. So it follows a
+load that shifts, and neither noise nor its own transients.
 """
 
 from __future__ import annotations
@@ -87,9 +87,7 @@ def advance(
     since_s = min(state.better_since_s, now_s)
     if now_s - since_s < policy.hold_s or now_s - state.changed_s < policy.every_s:
         return replace(state, better_since_s=since_s), {}
-    half = math.ceil(abs(best - prefill) / 2)
-    wanted = prefill + (half if best > prefill else -half)
-    return replace(state, better_since_s=math.inf, changed_s=now_s), _changes(members, wanted)
+    return replace(state, better_since_s=math.inf, changed_s=now_s), _changes(members, best)
 
 
 def best_split(prompts: float, decodes: float, workers: int, prefill: int) -> int:

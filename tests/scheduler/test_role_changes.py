@@ -34,16 +34,16 @@ def test_a_change_is_carried_out_logged_and_counted(caplog: pytest.LogCaptureFix
     roles = Roles(core, metrics, POLICY)
     first = next(tick for tick in range(400) if _changes(roles, core, tick, caplog))
     assert first * 250_000_000 > SILENT_NS, "not all may have been heard of before"
-    assert [worker.role for worker in core.workers.values()].count(Role.PREFILL) == 2
+    assert [worker.role for worker in core.workers.values()].count(Role.PREFILL) == 3, "nothing decodes"
     assert core.workers["w4"].role is Role.MIXED, "nobody asked it to be anything else"
     assert "worker w1 changes from decode to prefill" in caplog.text
     value = registry.get_sample_value
-    assert value("headrace_role_changes_total", {"role": "prefill"}) == 1
+    assert value("headrace_role_changes_total", {"role": "prefill"}) == 2
     load = {"model_name": "m", "pool": core.workers["w0"].serves.pool}
     assert value("headrace_role_load", {**load, "role": "prefill"}) == pytest.approx(1.0, rel=0.1)
     assert value("headrace_role_load", {**load, "role": "decode"}) == 0
     metrics.of_pool(core.workers["w0"].serves).observe(0, list(core.workers.values()))
-    assert [value("headrace_role_workers", {**load, "role": role.value}) for role in Role] == [1, 2, 2]
+    assert [value("headrace_role_workers", {**load, "role": role.value}) for role in Role] == [1, 3, 1]
     metrics.stands_by()
     assert value("headrace_role_load", {**load, "role": "prefill"}) is None
 

@@ -146,8 +146,6 @@ def test_a_change_waits_until_it_has_been_better_for_a_while_and_for_the_effect_
     moments = [now for now in range(1, 120) if mesh.history[now] != mesh.history[now - 1]]
     assert len(moments) > 1 and moments[0] >= POLICY.hold_s
     assert all(later - earlier >= POLICY.every_s for earlier, later in itertools.pairwise(moments))
-    steps = [abs(mesh.history[now] - mesh.history[now - 1]) for now in moments]
-    assert steps == sorted(steps, reverse=True), "half of the way each time"
 
 
 def test_one_worker_does_both_and_a_second_one_splits_them() -> None:
@@ -173,9 +171,9 @@ def test_those_with_the_least_to_hand_over_change() -> None:
         return advance(POLICY, state, members, 10)[1]
 
     decoding = [member("p", Role.PREFILL)] + [member(f"d{left}", Role.DECODE, sequences=left) for left in (7, 3, 5)]
-    assert after((4.0, 0.1), decoding) == {"d3": Role.PREFILL}
+    assert after((2.0, 1.2), decoding) == {"d3": Role.PREFILL}
     reading = [member(f"p{left}", Role.PREFILL, backlog_s=left) for left in (7, 3, 5)] + [member("d", Role.DECODE)]
-    assert after((0.1, 40.0), reading) == {"p3": Role.DECODE}
+    assert after((1.5, 1.2), reading) == {"p3": Role.DECODE}
 
 
 def test_a_worker_that_begins_again_does_not_count_twice() -> None:
