@@ -54,11 +54,14 @@ class Bench:
         return max(least, round(requests * self.scale))
 
     def run(
-        self, scenario: Scenario, requests: Sequence[Request], name: str, concurrency: int = 0, until_s: float = 0
-    ) -> Run:
+        self, scenario: Scenario, requests: Sequence[Request], name: str, concurrency: int = 0, until_s: float = 0,
+        watch: Callable[[Request], bool] | None = None,
+    ) -> Run:  # fmt: skip
         """A closed loop ends when the last request is submitted: its tail would measure the last few sequences."""
         self.say(name)
-        return run(scenario, requests, name, concurrency=concurrency, until_s=until_s, drain=not concurrency)
+        return run(
+            scenario, requests, name, concurrency=concurrency, until_s=until_s, drain=not concurrency, watch=watch
+        )  # fmt: skip
 
     def sustained(self, scenario: Scenario, lengths: Lengths, rate: float, longest: int) -> Run | None:
         """A minute and a half of Poisson arrivals; None if they are not all served in as long again."""
