@@ -10,17 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from headrace.output_file import check_folder
-from headrace.simulate.figures import (
-    batching,
-    dynamic,
-    interference,
-    isolation,
-    memory,
-    placement,
-    pressure,
-    published,
-    split,
-)
+from headrace.simulate.figures import batching, interference, isolation, memory, placement, pressure, published
 from headrace.simulate.figures.claim import Bench, Section
 from headrace.simulate.figures.document import as_text, write
 from shared.config import ConfigError, Parser
@@ -39,8 +29,6 @@ SECTIONS: dict[str, Callable[[Bench], list[Section]]] = {
     "watermark": pressure.watermark,
     "tenants": pressure.flood,
     "placement": placement.shared_prefixes,
-    "split": split.apart,
-    "dynamic": dynamic.following,
     "isolation": isolation.isolation,
     "published": published.published,
 }
