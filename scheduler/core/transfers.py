@@ -37,7 +37,7 @@ TARGETS_TRIED = 3
 """Workers that are looked at closely for one sequence, the likeliest first."""
 
 KEPT = 0.8
-"""Weight of what was known of the time of a block, beside a new measurement."""
+"""Weight of fetches before the last one, in what a block is expected to take."""
 
 Fits = Callable[[WorkerState, Sequence, Placement, int], bool]
 """(worker, sequence, what it takes there, now): whether it fits there, with what all are expected to grow by."""
@@ -218,8 +218,8 @@ class Transfers:
         worker.drop_fetches.append(answer.fetch)
         events: list[CoreEvent] = []
         if not answer.reason:
-            per_block, known = answer.us / blocks, worker.fetch_us.get(move.source.name)
-            worker.fetch_us[move.source.name] = per_block if known is None else KEPT * known + (1 - KEPT) * per_block
+            us, fetched = worker.fetch_pace.get(move.source.name, (0.0, 0.0))
+            worker.fetch_pace[move.source.name] = KEPT * us + answer.us, KEPT * fetched + blocks
             self._counters.fetched_bytes += answer.bytes
         if move.over:
             return events
@@ -287,9 +287,10 @@ def _cost(worker: WorkerState, among: Iterable[WorkerState]) -> float:
 
 def _quicker(source: WorkerState, target: WorkerState, sequence: Sequence, placement: Placement) -> bool:
     """True if its blocks are fetched sooner than its tokens are computed again, as far as either was measured."""
-    known = target.fetch_us.values()
-    mean = sum(known) / len(known) if known else 0.0
-    fetch_us = placement.new * target.fetch_us.get(source.name, mean)
+    of_source = target.fetch_pace.get(source.name)
+    paces = [of_source] if of_source is not None else list(target.fetch_pace.values())
+    blocks = sum(blocks for _, blocks in paces)
+    fetch_us = placement.new * sum(us for us, _ in paces) / blocks if blocks else 0.0
     cached = len(placement.hits) * target.capacity.block_size
     recompute_us = target.predictor.prompt_us(len(sequence.tokens) - cached)
     return not fetch_us or not recompute_us or fetch_us <= recompute_us

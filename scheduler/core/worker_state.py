@@ -101,7 +101,7 @@ class WorkerState:
     fetching: dict[int, Fetching] = field(default_factory=dict)  # without an answer, by number; into this worker
     lent: dict[int, Fetching] = field(default_factory=dict)  # out of it
     drop_fetches: list[int] = field(default_factory=list)  # whose answers the next plan acknowledges
-    fetch_us: dict[str, float] = field(default_factory=dict)  # source -> time of a block, as measured
+    fetch_pace: dict[str, tuple[float, float]] = field(default_factory=dict)  # source -> (us, blocks) fetched of late
     trial: int = 0  # the group of suspects (scheduler.core.suspects) that has the worker for itself; 0: none
     backlog: bool = False  # work was in hand when the last result came
     # Left-padded prefill of a static batch: (columns done, columns in all); None outside of one.
