@@ -73,7 +73,7 @@ class Fetching(Protocol):
         ...
 
     def end(self) -> None:
-        """End and forget all of it; nothing writes to a page any more once this returns."""
+        """End and forget all of it: nothing writes to a page any more once this returns. Raises if that can't be."""
         ...
 
 

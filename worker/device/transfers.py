@@ -18,8 +18,48 @@ from worker.device.port import Event, Port
 from worker.transfer.errors import TransferFailed
 from worker.transfer.pages import GROUP_BYTES, Form, Launch, Segment, groups
 
-MOST_STAGES = 8
-"""Groups of pages in pinned memory at once, each a transfer's own as long as that goes on; made when first needed."""
+STAGES = 4
+"""Groups of pages in pinned memory at once, in each direction: each is a transfer's own as long as that goes on. So many
+fetches go on at once (:data:`worker.transfer.fetches.MOST_AT_ONCE`): none that is to end waits for one."""
+
+
+class _Stages:
+    """Pinned memory ``[pages, page_bytes]``, made when it is first needed."""
+
+    def __init__(self, port: Port, pages: int, page_bytes: int) -> None:
+        self._port = port
+        self._shape = [pages, page_bytes]
+        self._changed = threading.Condition()
+        self._free: list[torch.Tensor] = []
+        self._made: list[torch.Tensor] = []
+
+    @contextmanager
+    def one(self) -> Iterator[torch.Tensor]:
+        with self._changed:
+            if not self._free and len(self._made) < STAGES:
+                self._make()
+            self._changed.wait_for(lambda: self._free)
+            stage = self._free.pop()
+        try:
+            yield stage
+        finally:
+            with self._changed:
+                self._free.append(stage)
+                self._changed.notify()
+
+    def all(self) -> list[torch.Tensor]:
+        with self._changed:
+            while len(self._made) < STAGES:
+                self._make()
+            return list(self._made)
+
+    def _make(self) -> None:
+        try:
+            stage = self._port.pinned(self._shape, torch.uint8)
+        except self._port.out_of_memory as error:
+            raise TransferFailed(f"the host lacks memory for it ({str(error).split('.')[0]})") from None
+        self._made.append(stage)
+        self._free.append(stage)
 
 
 class DevicePageMemory:
@@ -33,27 +73,22 @@ class DevicePageMemory:
         self._port = port
         self._room = max(1, GROUP_BYTES // self.page_bytes)
         self._between: torch.Tensor | None = None  # on the device; the side stream's order keeps its uses apart
-        self._changed = threading.Condition()
-        self._stages: list[torch.Tensor] = []
-        self._free: list[torch.Tensor] = []
+        self._leaving, self._entering = (_Stages(port, self._room, self.page_bytes) for _ in range(2))
 
     def regions(self) -> list[Segment]:
         """See :meth:`worker.transfer.pages.PageMemory.regions`."""
-        with self._changed:
-            while len(self._stages) < MOST_STAGES:
-                self._add()
-            return [stage.numpy().reshape(-1) for stage in self._stages]
+        return [stage.numpy().reshape(-1) for stages in (self._leaving, self._entering) for stage in stages.all()]
 
     def outgoing(self, pages: Sequence[int], launch: Launch) -> Iterator[list[Segment]]:
         """See :meth:`worker.transfer.pages.PageMemory.outgoing`."""
-        with self._stage() as stage:
+        with self._leaving.one() as stage:
             for group in groups(pages, self.page_bytes):
                 self._launched(partial(self._leave, group, stage), launch)
                 yield [stage[: len(group)].numpy().reshape(-1)]
 
     def incoming(self, pages: Sequence[int], launch: Launch) -> Iterator[list[Segment]]:
         """See :meth:`worker.transfer.pages.PageMemory.incoming`."""
-        with self._stage() as stage:
+        with self._entering.one() as stage:
             for group in groups(pages, self.page_bytes):
                 yield [stage[: len(group)].numpy().reshape(-1)]
                 self._launched(partial(self._enter, group, stage), launch)
@@ -104,25 +139,3 @@ class DevicePageMemory:
         if self._between is None:
             self._between = torch.empty((self._room, self.page_bytes), dtype=torch.uint8, device=self._port.device)
         return self._between
-
-    @contextmanager
-    def _stage(self) -> Iterator[torch.Tensor]:
-        with self._changed:
-            if not self._free and len(self._stages) < MOST_STAGES:
-                self._add()
-            self._changed.wait_for(lambda: self._free)
-            stage = self._free.pop()
-        try:
-            yield stage
-        finally:
-            with self._changed:
-                self._free.append(stage)
-                self._changed.notify()
-
-    def _add(self) -> None:
-        try:
-            stage = self._port.pinned([self._room, self.page_bytes], torch.uint8)
-        except self._port.out_of_memory as error:
-            raise TransferFailed(f"the host lacks memory for it ({str(error).split('.')[0]})") from None
-        self._stages.append(stage)
-        self._free.append(stage)

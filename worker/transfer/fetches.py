@@ -28,6 +28,10 @@ MOST_AT_ONCE = 4
 """Others wait for their turn: a link is not quicker for more, and each is done sooner."""
 
 
+MOST_END_S = 30.0
+"""A fetch that is to end and has not let go of pages for so long never may: better no worker than a wrong token."""
+
+
 class _Job:
     """One fetch under way. ``ended`` says why it is to end, empty as long as it may go on."""
 
@@ -96,7 +100,8 @@ class Fetches:
             self._jobs.clear()
             self._waiting.clear()
             self._unheard.clear()
-            self._changed.wait_for(lambda: not any(job.writes for job in jobs))
+            if not self._changed.wait_for(lambda: not any(job.writes for job in jobs), MOST_END_S):
+                raise RuntimeError(f"fetches of KV blocks did not end within {MOST_END_S:g} s")
 
     def _end(self, job: _Job, why: str) -> None:
         job.ended = job.ended or why

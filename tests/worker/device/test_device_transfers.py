@@ -23,6 +23,7 @@ from worker.step_loop import Executed, StepLoop
 from worker.transfer import pages as pages_module
 from worker.transfer.errors import TransferFailed
 from worker.transfer.exchange import Exchange, Listening
+from worker.transfer.fetches import MOST_AT_ONCE
 
 CAPACITY = Capacity("m", 64, 4, 40, 29, [EOS])
 PROMPT = [(3 * i) % 29 for i in range(18)]
@@ -71,14 +72,22 @@ def test_a_transfer_that_ends_early_writes_no_more_and_leaves_its_memory_to_othe
     runner = filled(port, 1)
     memory = runner.page_memory()
     before = [pool.clone() for pool in runner.model.caches[0].tensors()]
-    for _ in range(2 * transfers.MOST_STAGES):
+    for _ in range(2 * transfers.STAGES):
         incoming = memory.incoming([1, 2], direct)
         next(incoming)[0][:] = 7
         incoming.close()  # type: ignore[attr-defined]
     port.synchronize()
     for pool, old in zip(runner.model.caches[0].tensors(), before, strict=True):
         assert torch.equal(pool, old)
-    assert len({region.ctypes.data for region in memory.regions()}) == transfers.MOST_STAGES
+    assert len({region.ctypes.data for region in memory.regions()}) == 2 * transfers.STAGES
+
+
+def test_a_fetch_never_waits_for_memory_that_others_fetch_through() -> None:
+    memory = filled(RehearsalPort(), 1).page_memory()
+    leaving = [memory.outgoing([1], direct) for _ in range(transfers.STAGES)]
+    entering = [memory.incoming([2], direct) for _ in range(MOST_AT_ONCE)]
+    stages = [next(one)[0].ctypes.data for one in [*leaving, *entering]]
+    assert len(set(stages)) == len(stages)
 
 
 def test_a_device_without_memory_for_it_fails_the_transfer_alone() -> None:

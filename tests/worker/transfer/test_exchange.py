@@ -146,3 +146,22 @@ def test_work_that_runs_already_is_waited_for() -> None:
         launch(work)
     with pytest.raises(ZeroDivisionError):
         OnLoop(lambda run: run(), lambda: "")(lambda: 1 // 0)
+
+
+def test_a_fetch_that_can_not_be_ended_ends_the_step_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And so the worker: its pages are nobody's to give away any more."""
+    monkeypatch.setattr("worker.transfer.fetches.MOST_END_S", 0.05)
+    calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+    source = End("a", ByPage(host_pages(3, row_bytes=[50])))
+    target = WaitingEnd("b", Launched(host_pages(4, row_bytes=[50])), calls)
+    target.fetch(source, [(1, 2)])
+    working = calls.get(timeout=PATIENCE_S)
+    job = target.exchange.fetches._jobs[1]
+    monkeypatch.setattr(target.exchange.fetches, "_end", lambda *_: None)  # it takes no notice
+    with pytest.raises(RuntimeError, match="fetches of KV blocks did not end"):
+        target.exchange.fetches.end()
+    assert job.writes
+    monkeypatch.undo()
+    working()
+    source.close()
+    target.close()
