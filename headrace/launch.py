@@ -108,7 +108,7 @@ def child_specs(
             config = dataclasses.replace(config, metrics_port=port)  # type: ignore[call-arg]  # every service has it
         # -P: a folder of the same name where `up` is run must not be taken for the service.
         command = [sys.executable, "-P", "-m", service, *service_flags(config)]
-        given = service_environ(config, environ) | (more or {})
+        given = {**service_environ(config, environ), **(more or {})}
         return ChildSpec(name, command, stage, grace_s, given, sockets.of(name))
 
     def decided(service: str) -> dict[str, Any]:

@@ -63,6 +63,11 @@ class WorkerConfig(MeshConfig):
     cuda_graph_rows: int = option(
         256, "sequences of the largest step that runs as a graph; more take more memory", check=between(1, 1024)
     )
+    warm_up_s: float = option(
+        60.0,
+        "on a GPU, seconds at start for compiling kernels and capturing graphs, which steps would wait for; 0: none",
+        check=between(0, 3600),
+    )
     kv_cache_dtype: str = option(
         "auto",
         "what KV blocks hold; auto: the dtype; fp8 (e4m3) and int8 take less and round, each token's head with a scale",

@@ -51,6 +51,9 @@ class WorkerMetrics:
         self.results_resent = counter("headrace_results_resent", "Results sent again on request")
         self.faults = counter("headrace_step_faults", "Iterations that failed and lost their batch")
         self.bad_messages = counter("headrace_bad_messages", "Bytes on the bus that were no message")
+        self.lacked_memory = lean_counter(
+            registry, "headrace_steps_lacked_memory", "Times that a step lacked a GPU's memory and was run again"
+        )
         self.fetched_bytes = Counter(
             "headrace_kv_fetched_bytes", "KV blocks fetched from other workers, by transport", ["transport"],
             registry=registry,

@@ -64,6 +64,8 @@ class PipelinedRunner(Protocol):
 class OnDevice(Protocol):
     """A :class:`Runner` whose device may be lost to this process."""
 
+    lacked_memory: int  # times that a step lacked memory, and was launched again
+
     def answers(self) -> bool:
         """Whether the device still does anything, now that a step has failed. Waits for what it is at."""
         ...

@@ -40,7 +40,7 @@ from worker.config import WorkerConfig
 from worker.ledger import StepLedger
 from worker.metrics import WorkerMetrics
 from worker.page_book import PageBook
-from worker.runner import Runner
+from worker.runner import OnDevice, Runner
 from worker.spans import WorkerSpans
 from worker.step_loop import Executed, StepLoop
 from worker.transfer.exchange import Exchange, Listening
@@ -78,6 +78,7 @@ class WorkerService:
         self._out = Outbox(bus)
         self._ledger = StepLedger(name, incarnation)
         self._runner: Runner | None = None
+        self._on_device: OnDevice | None = None  # the runner, where it is
         self._loop: StepLoop | None = None
         self._capacity: Capacity | None = None
         self._followers: Followers | None = None
@@ -114,6 +115,7 @@ class WorkerService:
                 capacity.block_size, capacity.num_blocks, capacity.max_model_len, frozenset(capacity.eos_token_ids)
             )
         self._runner = runner
+        self._on_device = runner if isinstance(runner, OnDevice) else None
         self._followers = followers
         self._exchange = self._open_exchange(runner)
         self._capacity = msgspec.structs.replace(
@@ -297,6 +299,8 @@ class WorkerService:
         self._metrics.batch_size.observe(len(executed.rows))
         self._metrics.iteration_tokens.observe(result.rows)
         self._metrics.kv_bytes_copied.value = result.kv_bytes_copied
+        if self._on_device is not None:
+            self._metrics.lacked_memory.value = self._on_device.lacked_memory
         if executed.dropped:
             self._left_at = time.monotonic()
         if self._loop is not None:

@@ -155,6 +155,8 @@ def test_a_step_that_fails_takes_the_one_behind_it_along() -> None:
 
 def test_a_loop_whose_device_is_lost_ends() -> None:
     class Lost(Runner):
+        lacked_memory = 0
+
         def answers(self) -> bool:
             return False
 

@@ -4,13 +4,33 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakSet
 
 import torch
 
 from worker.device.port import Event, Graph
+
+LACKS = (
+    "CUDA error: out of memory",  # of the host's, where it is to be pinned; of the driver's own
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate",  # what it says where its handle finds no memory
+    "Triton Error [CUDA]: out of memory",
+)
+"""What errors say that want for memory and are no OutOfMemoryError of torch's."""
+
+
+@contextmanager
+def told_apart() -> Iterator[None]:
+    """Raise want of memory as such, whoever wants it."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, torch.OutOfMemoryError) or not any(words in str(error) for words in LACKS):
+            raise
+        raise torch.OutOfMemoryError(str(error).splitlines()[0]) from error
 
 
 class CudaPort:
@@ -26,11 +46,12 @@ class CudaPort:
         self._graphs: WeakSet[_CudaGraph] = WeakSet()
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
+        with told_apart():
+            return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
 
     @torch.inference_mode()
     def run(self, work: Callable[[], object], *, aside: bool = False) -> None:
-        with torch.cuda.stream(self._side if aside else self._step):  # and its device
+        with told_apart(), torch.cuda.stream(self._side if aside else self._step):  # and its device
             work()
 
     def record(self, *, aside: bool = False) -> Event:
@@ -49,7 +70,7 @@ class CudaPort:
     @torch.inference_mode()
     def capture(self, work: Callable[[], object]) -> Graph:
         # A capture that fails leaves its stream the current one: this puts the right one back.
-        with torch.cuda.stream(self._step):
+        with told_apart(), torch.cuda.stream(self._step):
             if not self._graphs:  # a pool goes with the last of its graphs
                 self._graph_memory = torch.cuda.graph_pool_handle()
             graph = torch.cuda.CUDAGraph()
@@ -77,6 +98,8 @@ class CudaPort:
     def give_back(self) -> None:
         gc.collect()
         torch.cuda.empty_cache()
+        if empty := getattr(torch._C, "_host_emptyCache", None):
+            empty()
 
     def reserved(self) -> int:
         return torch.cuda.memory_reserved(self.device)

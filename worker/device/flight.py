@@ -4,26 +4,30 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from kernels.contract import DeviceBatch
+from kernels.contract import DeviceBatch, RaggedBatch
 from shared.beams import candidates_wanted
 from worker.asking import banned_tokens, prompt_rows, shape_of
 from worker.assembly import assemble
 from worker.batch import Batch, Row, Sampled, Slot, Step
 from worker.device.graphs import padded
 from worker.device.lora import numbers_of
+from worker.device.memory import PROFILED_ROWS
 from worker.device.port import Event, Fetched, fetch
 from worker.device.sampling import (
     SETTINGS,
     Pending,
     PromptTokens,
     SamplingParams,
+    Teller,
     Wanted,
+    gather_prompt,
     pack_settings,
     sequence_settings,
     what_is_asked,
@@ -48,6 +52,27 @@ class _Choice:
     position: int  # in the sequence, of the token
 
 
+_Gathered = tuple[list[torch.Tensor], Teller]
+"""What is told of a prompt's tokens: see :func:`~worker.device.sampling.gather_prompt`."""
+
+
+@dataclass(slots=True, frozen=True)
+class _Ragged:
+    """Rows of a forward pass that is no graph's. ``places``: of what goes up for it."""
+
+    host: RaggedBatch
+    places: list[int]
+    adapters: int | None  # place of the numbers of its tokens' adapters, if there are any
+
+
+@dataclass(slots=True, frozen=True)
+class _Early:
+    """A pass before the step's own, over a prompt's tokens that are told of: their logits are gone by the next one."""
+
+    ragged: _Ragged
+    prompts: list[tuple[PromptTokens, int]]  # and where their tokens go up
+
+
 class DeviceFlight:
     """Implements :class:`~worker.runner.Flight`."""
 
@@ -67,32 +92,37 @@ class DeviceFlight:
             _Choice(row.slot, index, row.start + row.count) for index, row in enumerate(step.rows) if row.sample
         ]
         self._choices += [_Choice(slot, place[id(row)], row.start + row.count) for row, slot in step.forks]
-        self._prompts = prompt_rows(step.rows)
+        early, self._rows = cut_prompts(step.rows, PROFILED_ROWS)
+        self._prompts = [] if early else prompt_rows(step.rows)  # those that the step's own pass tells of
+        told = [(0, row, row.count) for rows in early for row in rows]
+        self._pieces = _pieces(told or self._prompts)
+        self._gathered: list[_Gathered] = []  # by passes before it
         self.needs_earlier = any(
             choice.slot.pending > 1 and _looks_back(choice.slot) for choice in self._choices
         )  # fmt: skip
         self._packing = Packing()
+        self._early = [self._prepare_early(batch, rows) for rows in early]
         self._prepare(batch)
 
     # --- the forward pass -------------------------------------------------------------------------------------------
 
     def _prepare(self, batch: Batch) -> None:
         """Everything that goes up with the step, but for what its sampling may look up in earlier tokens."""
-        runner, rows, packing = self._runner, self._step.rows, self._packing
+        runner, rows, packing = self._runner, self._rows, self._packing
         size = None
-        if rows and not self._prompts and all(row.count == 1 and not row.padding for row in rows):
+        if rows and not self._pieces and all(row.count == 1 and not row.padding for row in rows):
             size = runner.graphs.size_for(len(rows))
         self._size = size
-        numbers = numbers_of(rows, runner.adapters)
-        self._adapters = numbers is not None
         from_device = [(row.slot, row.start) for row in rows] if size is not None else []
         self._delta = Delta(runner.state, batch, from_device, packing)
         if size is not None:
             slots = [row.slot.index for row in rows]
+            numbers = numbers_of(rows, runner.adapters)
+            self._adapters = numbers is not None
             inputs = padded(slots, [row.start for row in rows], size, runner.state.scratch, numbers)
             self._inputs = packing.add(np.array(inputs, dtype=np.int64))
         elif rows:
-            self._prepare_ragged(batch, numbers)
+            self._ragged = self._prepare_ragged(batch, rows, self._prompts)
         settings = [_settings(choice.slot) for choice in self._choices]
         positions = np.array([choice.position for choice in self._choices], dtype=np.int64)
         packed = pack_settings(np.array(settings, dtype=np.int64).reshape(-1, SETTINGS), positions)
@@ -111,8 +141,19 @@ class DeviceFlight:
             places = [of_row[choice.row] for choice in self._choices]
         return [] if places == list(range(len(places))) else places
 
-    def _prepare_ragged(self, batch: Batch, numbers: list[int] | None) -> None:
-        rows, packing = self._step.rows, self._packing
+    def _prepare_early(self, batch: Batch, rows: list[Row]) -> _Early:
+        ragged = self._prepare_ragged(batch, rows, [(index, row, row.count) for index, row in enumerate(rows)])
+        prompts, first = [], 0
+        for row in rows:
+            tokens = row.slot.tokens[row.start + 1 : row.start + row.count + 1]
+            place = self._packing.add(np.array(tokens, dtype=np.int64))
+            prompts.append((PromptTokens(first, tokens, row.slot.sampling.prompt_logprobs), place))
+            first += row.count
+        return _Early(ragged, prompts)
+
+    def _prepare_ragged(self, batch: Batch, rows: list[Row], prompts: list[tuple[int, Row, int]]) -> _Ragged:
+        """``prompts``: (index in ``rows``, row, leading tokens whose logits are wanted)."""
+        packing = self._packing
         tokens, positions, ragged = assemble(batch, rows, 0, self._runner.capacity.max_model_len)
         starts = ragged.query_start
         pending = [
@@ -121,19 +162,20 @@ class DeviceFlight:
             if not row.padding and row.start + row.count > len(row.slot.tokens)
         ]  # whose last token is one that the step before samples
         keep = starts[1:][[row.sample for row in rows]] - 1
-        if self._prompts:
-            keep = np.concatenate([keep, *(starts[index] + np.arange(wanted) for index, _, wanted in self._prompts)])
-        self._ragged = ragged
-        self._places = [
+        if prompts:
+            keep = np.concatenate([keep, *(starts[index] + np.arange(wanted) for index, _, wanted in prompts)])
+        places = [
             packing.add(array)
             for array in (
                 tokens, positions, ragged.query_start.astype(np.int32), ragged.visible.astype(np.int32),
                 ragged.write_slots, keep, np.array([row.slot.index for row in rows], dtype=np.int64),
                 np.array([at for at, _ in pending], dtype=np.int64),
                 np.array([slot for _, slot in pending], dtype=np.int64),
-                np.repeat(np.array(numbers or [], dtype=np.int64), [row.count for row in rows] if numbers else []),
             )
         ]  # fmt: skip
+        numbers = numbers_of(rows, self._runner.adapters)
+        adapters = None if numbers is None else packing.add(np.repeat(numbers, [row.count for row in rows]))
+        return _Ragged(ragged, places, adapters)
 
     def forward(self) -> None:
         """Launch all up to the logits. May be launched again if it, or what follows it, lacks memory."""
@@ -141,26 +183,33 @@ class DeviceFlight:
         port = runner.port
         uploaded = self._uploaded = self._packing.send(runner.uploads)
         port.run(lambda: self._delta.apply(uploaded))
+        gathered: list[_Gathered] = []
+        self._gathered = gathered
+        for early in self._early:
+            port.run(partial(self._run_early, early, uploaded, gathered))
         if self._size is not None:
             inputs = uploaded[self._inputs]
-            keys = 1 + max(row.start for row in self._step.rows)
+            keys = 1 + max(row.start for row in self._rows)
             runner.graphs.launch(inputs, keys, self._adapters)
-            count = len(self._step.rows)
+            count = len(self._rows)
             port.run(lambda: self._have(runner.graphs.logits(count)))
-        elif self._step.rows:
-            port.run(lambda: self._have(self._run_ragged(uploaded)))
+        elif self._rows:
+            port.run(lambda: self._have(self._run_ragged(self._ragged, uploaded)))
 
     def _have(self, logits: torch.Tensor) -> None:
         self._logits = logits
 
-    def _run_ragged(self, uploaded: list[torch.Tensor]) -> torch.Tensor:
+    def _run_early(self, early: _Early, uploaded: list[torch.Tensor], gathered: list[_Gathered]) -> None:
+        logits = self._run_ragged(early.ragged, uploaded)
+        gathered += [gather_prompt(logits, one, uploaded[place]) for one, place in early.prompts]
+        self._have(logits[:0])
+
+    def _run_ragged(self, rows: _Ragged, uploaded: list[torch.Tensor]) -> torch.Tensor:
         state = self._runner.state
-        tokens, positions, starts, visible, write_slots, keep, slots, at, of, numbers = (
-            uploaded[p] for p in self._places
-        )  # fmt: skip
+        tokens, positions, starts, visible, write_slots, keep, slots, at, of = (uploaded[p] for p in rows.places)
         if len(at):
             tokens.index_copy_(0, at, state.last_token.index_select(0, of))
-        ragged = self._ragged
+        ragged = rows.host
         batch = DeviceBatch(
             query_start=starts,
             visible=visible,
@@ -170,22 +219,26 @@ class DeviceFlight:
             max_keys=int(ragged.visible.max()),
             host=ragged,
         )
-        return self._runner.model.forward(tokens, positions, batch, keep, numbers if self._adapters else None)
+        adapters = None if rows.adapters is None else uploaded[rows.adapters]
+        return self._runner.model.forward(tokens, positions, batch, keep, adapters)
 
     # --- sampling ---------------------------------------------------------------------------------------------------
 
     def choose(self) -> None:
         """See :meth:`worker.runner.Flight.choose`."""
         began = time.perf_counter()
-        if self._choices or self._prompts:
+        if self._choices or self._pieces:
             wanted = self._wanted()
             self._runner.guarded(lambda: self._launch_choice(wanted), self.forward)
         for choice in self._choices:
             if not choice.slot.sampling.beam_width:
                 self._runner.state.hold(choice.slot, choice.position)
         self._ended = self._runner.port.record()
-        self._fetched = fetch(self._runner.port, lambda: self._pending.tensors if self._pending is not None else [])
+        self._runner.guarded_by_itself(self._fetch)
         self._launch_s = time.perf_counter() - began
+
+    def _fetch(self) -> None:
+        self._fetched = fetch(self._runner.port, lambda: self._pending.tensors if self._pending is not None else [])
 
     def _launch_choice(self, wanted: Wanted) -> None:
         """The last thing that it does is to change what the step itself reads: until then it may be launched again."""
@@ -201,6 +254,8 @@ class DeviceFlight:
                 logits = torch.cat([logits.index_select(0, kept), logits[sampled:]])
             params = SamplingParams.of(uploaded[self._settings], drawn, filtered)
             pending = self._runner.sampler.enqueue(logits, params, wanted)
+            for tensors, teller in self._gathered:
+                pending.add(tensors, teller)
             if count:
                 self._runner.state.last_token.index_copy_(0, uploaded[self._targets], pending.tokens)
             self._pending, self._logits = pending, None
@@ -226,10 +281,9 @@ class DeviceFlight:
             shape = shape_of(slot, banned, vocab_size, self._failures, index)
             if shape is not None:
                 shapes[index] = shape
-        self._pieces = _pieces(self._prompts)
         first = len(self._choices)
         prompts = []
-        for slot, offset, count in self._pieces:
+        for slot, offset, count in self._pieces if not self._early else ():
             tokens = slot.tokens[offset : offset + count]
             prompts.append(PromptTokens(first, tokens, slot.sampling.prompt_logprobs))
             first += count
@@ -263,6 +317,28 @@ class DeviceFlight:
     def busy_us(self) -> int | None:
         """See :meth:`worker.runner.Flight.busy_us`."""
         return self._busy_us
+
+
+def cut_prompts(rows: list[Row], most: int) -> tuple[list[list[Row]], list[Row]]:
+    """(rows of passes before the step's own, rows of that) so that no pass keeps more logits than memory was measured
+    with: ``most``. What is told of a prompt's tokens comes in parts of up to PROMPT_PIECE, each in one of the first.
+    """
+    asking = prompt_rows(rows)
+    if sum(row.sample for row in rows) + sum(wanted for _, _, wanted in asking) <= most:
+        return [], rows
+    wanted_of = {index: wanted for index, _, wanted in asking}
+    early: list[list[Row]] = [[]]
+    rest = []
+    for index, row in enumerate(rows):
+        wanted = wanted_of.get(index, 0)
+        for first in range(0, wanted, min(PROMPT_PIECE, most)):
+            part = Row(row.slot, row.start + first, min(PROMPT_PIECE, most, wanted - first), sample=False)
+            if early[-1] and sum(one.count for one in early[-1]) + part.count > most:
+                early.append([])
+            early[-1].append(part)
+        if wanted < row.count:
+            rest.append(Row(row.slot, row.start + wanted, row.count - wanted, row.sample) if wanted else row)
+    return ([] if early == [[]] else early), rest
 
 
 def _looks_back(slot: Slot) -> bool:

@@ -30,8 +30,8 @@ WARM_UPS = 2
 LEAST_KEYS = 512
 """Bounds on keys below are not told apart."""
 
-MOST_GRAPHS = 64
-"""The least recently used goes first."""
+MOST_GRAPHS = 256
+"""The least recently used goes first. All sizes up to 256 rows, of sequences of up to 32,768 keys, are 245."""
 
 MOST_DROPS = 3
 """Times that all graphs gave way to a step that lacked memory, until no more are captured."""
@@ -46,6 +46,14 @@ def sizes_up_to(largest: int) -> list[int]:
 def key_bound(keys: int, longest: int) -> int:
     """The bound of the graphs that serve sequences of ``keys`` keys."""
     return min(max(LEAST_KEYS, 1 << (keys - 1).bit_length()), max(longest, keys))
+
+
+def bounds_up_to(longest: int) -> list[int]:
+    """All bounds on keys where no sequence is longer."""
+    bounds = [key_bound(1, longest)]
+    while bounds[-1] < longest:
+        bounds.append(key_bound(bounds[-1] + 1, longest))
+    return bounds
 
 
 class DecodeGraphs:
@@ -83,6 +91,33 @@ class DecodeGraphs:
     def size_for(self, rows: int) -> int | None:
         """How many rows a step of ``rows`` decodes runs as; None: it runs elsewhere."""
         return next((size for size in self._sizes if size >= rows), None)
+
+    @property
+    def open(self) -> bool:
+        """Whether more may be captured."""
+        return not self._ends
+
+    def ahead(self) -> list[tuple[int, int]]:
+        """What there is to capture before anybody asks for it, as (size, bound on keys): the shortest sequences first,
+        and of those the largest size, in whose memory the others find room."""
+        every = [(size, keys) for keys in bounds_up_to(self._longest) for size in reversed(self._sizes)]
+        return every[:MOST_GRAPHS]
+
+    def capture(self, size: int, keys: int) -> None:
+        """One of :meth:`ahead`, after a step of nobody's."""
+
+        def nobody() -> None:
+            self._inputs[0, :size].fill_(self._state.scratch)
+            self._inputs[1, :size].zero_()
+
+        try:
+            self._port.run(nobody)
+            self._port.run(partial(self._pass, size, keys, False))
+        except self._port.out_of_memory:
+            self._end("there is no memory for more")
+            return
+        self._warm[size, keys, False] = WARM_UPS
+        self._captured((size, keys, False))
 
     def launch(self, inputs: torch.Tensor, keys: int, adapters: bool = False) -> None:
         """The forward pass of ``inputs``, int64 ``[3, size]``: slots, positions, and where ``adapters`` says that there
@@ -132,7 +167,7 @@ class DecodeGraphs:
             return None
         self.used += max(0, self._port.reserved() - before)
         self._graphs[key] = graph
-        log.info("captured decode steps of %d rows, %d keys at most; graphs take %d MiB", *key[:2], self.used >> 20)
+        log.debug("captured decode steps of %d rows, %d keys at most; graphs take %d MiB", *key[:2], self.used >> 20)
         if len(self._graphs) > MOST_GRAPHS:  # capturing has waited for the device: the oldest is not running
             dropped, _ = self._graphs.popitem(last=False)
             self._warm.pop(dropped)

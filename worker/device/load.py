@@ -30,6 +30,7 @@ from worker.device.port import Port
 from worker.device.prepare import MakeKernel, prepare
 from worker.device.provision import Room, device_runner
 from worker.device.runner import DeviceRunner
+from worker.device.warm_up import warm_up
 from worker.grammar import Grammars, load_engine_tokenizer
 from worker.kv_cache import storage_dtype
 from worker.lora_files import read_adapter
@@ -142,4 +143,6 @@ def load_on(
         batch_invariant=config.batch_invariant,
     )
     grammars.warm()
+    warm_up(prepared, runner, config.warm_up_s)
+    start_up.ended("warm-up")
     return runner

@@ -21,6 +21,18 @@ from worker.device.upload import Packing, Upload
 STAGING_BYTES = 64 << 20
 """Of a buffer between pages and host memory. There are two, if anything may be swapped."""
 
+PIECE_BYTES = 256 << 20
+"""Of host memory that is asked for at once: torch rounds what it pins up to a power of two, which of all of it together
+could be as much again."""
+
+Guarded = Callable[[Callable[[], None]], None]
+"""Launches a piece of work, and again if memory lacked."""
+
+
+def once(work: Callable[[], None]) -> None:
+    """Guards nothing."""
+    work()
+
 
 @dataclass(slots=True)
 class _Buffer:
@@ -28,15 +40,37 @@ class _Buffer:
     free: Event | None = None  # once what was last done with it is done
 
 
-class DevicePages:
-    """``host_blocks`` places in host memory, each of which holds a page of all layers side by side."""
+class HostPlaces:
+    """``count`` places of ``page_bytes`` in pinned memory."""
 
-    def __init__(self, caches: Sequence[LayerCache], host_blocks: int, port: Port, upload: Upload) -> None:
+    def __init__(self, port: Port, count: int, page_bytes: int) -> None:
+        self._each = max(1, PIECE_BYTES // page_bytes)
+        self._pieces = [
+            port.pinned([min(self._each, count - first), page_bytes], torch.uint8)
+            for first in range(0, count, self._each)
+        ]
+
+    def __getitem__(self, place: int) -> torch.Tensor:
+        """uint8 ``[page_bytes]``."""
+        piece, row = divmod(place, self._each)
+        return self._pieces[piece][row]
+
+
+class DevicePages:
+    """``host_blocks`` places in host memory, each of which holds a page of all layers side by side.
+
+    Moves are launched group by group through ``guarded``: a group may be launched again, those before it must not.
+    """
+
+    def __init__(
+        self, caches: Sequence[LayerCache], host_blocks: int, port: Port, upload: Upload, guarded: Guarded = once
+    ) -> None:
         self._port = port
         self._upload = upload
+        self._guarded = guarded
         self._moves = _page_moves([pool for cache in caches for pool in cache.tensors()])
         self.page_bytes = self._moves.page_bytes
-        self._host = port.pinned([host_blocks, self.page_bytes], torch.uint8) if host_blocks else None
+        self._host = HostPlaces(port, host_blocks, self.page_bytes)
         self._room = max(1, min(STAGING_BYTES // self.page_bytes, host_blocks))
         shape = (self._room, self.page_bytes)
         self._buffers = [
@@ -51,38 +85,46 @@ class DevicePages:
     def copy(self, moves: Sequence[tuple[int, int]]) -> int:
         """(source, target) in the order given; returns the bytes copied."""
         for group in groups(moves):
-            packing = Packing()
-            places = [packing.add(np.array(side, dtype=np.int64)) for side in zip(*group, strict=True)]
-            uploaded = packing.send(self._upload)
-            self._port.run(partial(self._moves.copy, *(uploaded[place] for place in places)))
+            self._guarded(partial(self._copy, group))
         return len(moves) * self.page_bytes
+
+    def _copy(self, group: Sequence[tuple[int, int]]) -> None:
+        sources, targets = self._uploaded(*zip(*group, strict=True))
+        self._port.run(partial(self._moves.copy, sources, targets))
 
     def swap_out(self, moves: Sequence[tuple[int, int]]) -> None:
         """(page, place) pairs."""
         for part, buffer in self._parts(moves):
-            pages = self._uploaded([page for page, _ in part])
-            if buffer.free is not None:
-                self._port.wait(buffer.free)
-            self._port.run(partial(self._moves.gather, pages, buffer.memory))
-            self._port.wait(self._port.record(), aside=True)
-            self._port.run(self._leaving(buffer.memory, [place for _, place in part]), aside=True)
-            buffer.free = self._port.record(aside=True)
+            self._guarded(partial(self._leave, part, buffer))
+
+    def _leave(self, part: Sequence[tuple[int, int]], buffer: _Buffer) -> None:
+        [pages] = self._uploaded([page for page, _ in part])
+        if buffer.free is not None:
+            self._port.wait(buffer.free)
+        self._port.run(partial(self._moves.gather, pages, buffer.memory))
+        self._port.wait(self._port.record(), aside=True)
+        self._port.run(self._leaving(buffer.memory, [place for _, place in part]), aside=True)
+        buffer.free = self._port.record(aside=True)
 
     def swap_in(self, moves: Sequence[tuple[int, int]]) -> None:
         """(place, page) pairs. What left for these places before is there by then: the side stream keeps its order."""
         for part, buffer in self._parts(moves):
-            pages = self._uploaded([page for _, page in part])
-            if buffer.free is not None:
-                self._port.wait(buffer.free, aside=True)
-            self._port.run(self._entering(buffer.memory, [place for place, _ in part]), aside=True)
-            self._port.wait(self._port.record(aside=True))
-            self._port.run(partial(self._moves.scatter, buffer.memory, pages))
-            buffer.free = self._port.record()
+            self._guarded(partial(self._enter, part, buffer))
 
-    def _uploaded(self, numbers: list[int]) -> torch.Tensor:
+    def _enter(self, part: Sequence[tuple[int, int]], buffer: _Buffer) -> None:
+        [pages] = self._uploaded([page for _, page in part])
+        if buffer.free is not None:
+            self._port.wait(buffer.free, aside=True)
+        self._port.run(self._entering(buffer.memory, [place for place, _ in part]), aside=True)
+        self._port.wait(self._port.record(aside=True))
+        self._port.run(partial(self._moves.scatter, buffer.memory, pages))
+        buffer.free = self._port.record()
+
+    def _uploaded(self, *numbers: Sequence[int]) -> list[torch.Tensor]:
         packing = Packing()
-        place = packing.add(np.array(numbers, dtype=np.int64))
-        return packing.send(self._upload)[place]
+        for one in numbers:
+            packing.add(np.array(one, dtype=np.int64))
+        return packing.send(self._upload)
 
     def _parts(self, moves: Sequence[tuple[int, int]]) -> Iterator[tuple[Sequence[tuple[int, int]], _Buffer]]:
         """As many at a time as a buffer holds, each with the buffer that was used longest ago."""
@@ -93,7 +135,6 @@ class DevicePages:
 
     def _leaving(self, buffer: torch.Tensor, places: list[int]) -> Callable[[], None]:
         host = self._host
-        assert host is not None
 
         def work() -> None:
             for row, place in enumerate(places):
@@ -103,7 +144,6 @@ class DevicePages:
 
     def _entering(self, buffer: torch.Tensor, places: list[int]) -> Callable[[], None]:
         host = self._host
-        assert host is not None
 
         def work() -> None:
             for row, place in enumerate(places):

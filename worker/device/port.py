@@ -44,7 +44,7 @@ class Port(Protocol):
     out_of_memory: type[Exception]
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Host memory of which a copy does not hold the host up."""
+        """Host memory of which a copy does not hold the host up. Raises ``out_of_memory``."""
         ...
 
     def run(self, work: Callable[[], object], *, aside: bool = False) -> None:

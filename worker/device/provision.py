@@ -1,4 +1,4 @@
-"""What a model on a device may take of it: its memory measured and divided, its pages, and the runner that uses both."""
+"""What a model may take of its device: memory measured and divided, pages, and the runner that uses both."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shared.messages import Capacity, Sampling
 from worker.assembly import assemble
 from worker.batch import Batch, Row
 from worker.device.lora import numbers_of
-from worker.device.memory import DeviceMemory, largest_step, measure
+from worker.device.memory import GIB, DeviceMemory, largest_step, measure
 from worker.device.port import Port
 from worker.device.prepare import Prepared
 from worker.device.runner import DeviceRunner
@@ -94,7 +94,7 @@ def device_runner(
     try:
         prepared.model.caches = [kernel.allocate(size.num_blocks + 1) for _ in prepared.layers]
     except port.out_of_memory:
-        raise StartupError(f"the GPU's memory does not hold {size.num_bytes / (1 << 30):,.2f} GiB of pages") from None
+        raise StartupError(f"the GPU's memory does not hold {size.num_bytes / GIB:,.2f} GiB of pages") from None
     capacity = Capacity(
         model=served_name,
         max_model_len=size.max_model_len,
@@ -118,10 +118,14 @@ def device_runner(
     if self_check and loaded.dtype != torch.float64:
         _check_bits(prepared, capacity, batch_invariant)
         start_up.ended("self-check")
-    runner = DeviceRunner(
-        prepared.model, port, capacity, grammars, graph_rows=room.graph_rows, graph_room=graph_room,
-        alone=mine() is None,
-    )  # fmt: skip
+    try:
+        runner = DeviceRunner(
+            prepared.model, port, capacity, grammars, graph_rows=room.graph_rows, graph_room=graph_room,
+            alone=mine() is None,
+        )  # fmt: skip
+    except port.out_of_memory:
+        host = f", nor {room.swap_space / GIB:,.2f} GiB of the host's (--swap-space)" if room.swap_space else ""
+        raise StartupError(f"there is no memory of the GPU's for the state of steps{host}") from None
     memory.free_and_total()  # what was only tried is given back
     return runner
 

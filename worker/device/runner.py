@@ -35,9 +35,9 @@ class DeviceRunner:
     """``model`` has its caches already: pages of ``capacity.num_blocks`` blocks and the scratch page. Steps of up to
     ``graph_rows`` decodes run as graphs (0: none do), which may take ``graph_room`` bytes.
 
-    A step that lacks memory is run once more, without graphs and with all memory that is merely kept given back; if it
-    lacks it still, it fails like any other. So it does at once if the runner is not ``alone``: other ranks take part in
-    its sums, and would take those of the second run for their next ones.
+    What lacks memory is run once more, without graphs and with all memory that is merely kept given back; if it lacks
+    it still, the step fails like any other. So does a pass at once if the runner is not ``alone``: other ranks take
+    part in its sums, and would take those of the second run for their next ones.
     """
 
     def __init__(
@@ -51,10 +51,10 @@ class DeviceRunner:
         self.adapters = {name: number for number, name in enumerate(capacity.adapters)}
         self.uploads = Uploads(port)
         self._sampling_uploads = Uploads(port)
-        self.pages = DevicePages(model.caches, capacity.host_blocks, port, self.uploads)
+        self.pages = DevicePages(model.caches, capacity.host_blocks, port, self.uploads, self.guarded_by_itself)
         self.kv_bytes_copied = 0
         self.swap_us = 0
-        self.lacked_memory = 0  # steps that were run once more for want of it
+        self.lacked_memory = 0
         self._graph_rows = graph_rows
         self._graph_room = graph_room
         self._triton = triton
@@ -84,13 +84,17 @@ class DeviceRunner:
         self._seconds["launch"] += time.perf_counter() - began
         return flight
 
-    def guarded(self, work: Callable[[], None], before: Callable[[], None]) -> None:
+    def guarded_by_itself(self, work: Callable[[], None]) -> None:
+        """:meth:`guarded`, of work in which no other rank takes part."""
+        self.guarded(work, lambda: None, alone=True)
+
+    def guarded(self, work: Callable[[], None], before: Callable[[], None], *, alone: bool = False) -> None:
         """Launch ``work``; where memory lacks, give back what can be, launch ``before``, and ``work`` again."""
         try:
             work()
             return
         except self.port.out_of_memory as error:
-            if not self._alone:
+            if not (alone or self._alone):
                 raise
             self.lacked_memory += 1
             log.warning("a step lacks memory (%s): it runs again without graphs", str(error).split(".")[0])

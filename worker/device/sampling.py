@@ -240,7 +240,7 @@ class DeviceSampler:
         for (row, (count, _)), place in zip(wanted.beams.items(), bans, strict=True):
             _gather_candidates(pending, logits, row, count, uploaded[place])
         for one, place in zip(wanted.prompts, prompts, strict=True):
-            _gather_prompt(pending, logits, one, uploaded[place])
+            pending.add(*gather_prompt(logits, one, uploaded[place]))
         return pending
 
     def _shaped(
@@ -296,7 +296,8 @@ def _gather_candidates(pending: Pending, logits: torch.Tensor, row: int, count: 
     pending.add([best.values, best.indices], tell_them)
 
 
-def _gather_prompt(pending: Pending, logits: torch.Tensor, one: PromptTokens, tokens: torch.Tensor) -> None:
+def gather_prompt(logits: torch.Tensor, one: PromptTokens, tokens: torch.Tensor) -> tuple[list[torch.Tensor], Teller]:
+    """What is told of ``one``, in small tensors, and who tells it once they are fetched: for :meth:`Pending.add`."""
     parts = []
     for first in range(0, len(one.tokens), MAX_ROWS):
         part = tokens[first : first + MAX_ROWS]
@@ -310,7 +311,7 @@ def _gather_prompt(pending: Pending, logits: torch.Tensor, one: PromptTokens, to
         values, ranks, best_values, best_ids = (array.tolist() for array in fetched)
         told.prompt_logprobs.append(tell(values, ranks, best_values, best_ids, [one.top] * len(one.tokens)))
 
-    pending.add(columns, tell_them)
+    return columns, tell_them
 
 
 def _load_kernels() -> Any:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from typing import NoReturn
 
 import msgspec
 import torch
-from hash_model import ADAPTERS, EOS, HashModel, expected, logits_after
+from hash_model import ADAPTERS, EOS, GRAMMARS, HashModel, expected, logits_after
 from mesh_in_a_box import MS, Box
 from rehearsal_port import RehearsalPort
 
@@ -19,7 +18,6 @@ from shared.beams import candidates_wanted
 from shared.messages import Capacity, Reset, StepPlan, Submit, TokenEntry, pack_tokens, unpack_tokens
 from worker.batch import Batch
 from worker.device.runner import DeviceRunner
-from worker.grammar import Grammars
 from worker.page_book import PageBook
 from worker.step_loop import Executed, StepLoop
 
@@ -28,11 +26,7 @@ LIMITS = Limits(max_num_seqs=6, max_num_batched_tokens=24, prefill_chunk_limit=8
 
 def make_runner(port: RehearsalPort, capacity: Capacity, graph_rows: int = 8) -> DeviceRunner:
     model = HashModel(capacity.num_blocks, capacity.block_size)
-    return DeviceRunner(model, port, capacity, Grammars(_no_tokenizer), graph_rows=graph_rows)
-
-
-def _no_tokenizer() -> NoReturn:
-    raise AssertionError("no grammar is asked for here")
+    return DeviceRunner(model, port, capacity, GRAMMARS, graph_rows=graph_rows)
 
 
 def searched(submit: Submit) -> list[Hypothesis]:
@@ -61,6 +55,7 @@ class DeviceBox(Box):
         self.rng = random.Random(seed)
         self.graph_rows = graph_rows
         self.executed: list[Executed] = []  # delivered by the loop, not yet seen by the core
+        self.seen: list[Executed] = []  # and seen by it
         self.answers: list[Reset] = []
         self.entries: list[TokenEntry] = []
         self.overlaps = 0  # steps that were launched before the one before them had landed
@@ -118,6 +113,7 @@ class DeviceBox(Box):
             for entry in (entry for entries in executed.entries.values() for entry in entries):
                 self._keep(entry)
             self.apply(executed.result)
+        self.seen += self.executed
         self.executed.clear()
 
     def step(self, worker: str = "w0") -> None:

@@ -6,10 +6,12 @@ from __future__ import annotations
 import functools
 
 import torch
+from llguidance import LLTokenizer, TokenizerWrapper
 
 from kernels.contract import DeviceBatch, LayerCache
 from shared.messages import Sampling
 from worker.device.model import ANY_NUMBER
+from worker.grammar import Grammars
 from worker.processors import Shape, asks_for_counts, bias_of
 from worker.sampling import SampleRow, sample
 from worker.token_counts import TokenCounts
@@ -41,6 +43,7 @@ class HashModel:
         shape = (num_blocks + 1, block_size, 1, 1)
         self.caches = [LayerCache(torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64))]
         self.shapes: list[tuple[int, int]] = []  # (tokens, bound on keys) of each pass
+        self.kept = [0]  # rows whose logits were wanted, of each pass
         self.waits = False  # for the device, in a pass
         self.faults = 0  # so many passes fail
 
@@ -53,6 +56,7 @@ class HashModel:
         adapters: torch.Tensor | None = None,
     ) -> torch.Tensor:
         self.shapes.append((len(token_ids), batch.max_keys))
+        self.kept.append(len(keep))
         if self.faults:
             self.faults -= 1
             raise RuntimeError("an illegal memory access was encountered")
@@ -85,17 +89,36 @@ def logits_after(tokens: list[int], adapter: str = "") -> torch.Tensor:
     return _logits(torch.tensor([_state(tuple(token + number * 101 for token in tokens)) % PRIME]))
 
 
+class Letters:
+    """The model's tokens as a grammar sees them: a letter each, and its end."""
+
+    eos_token_id = EOS
+    bos_token_id = None
+    special_token_ids = [EOS]
+    tokens = [b"<end>" if token == EOS else chr(ord("A") + token).encode() for token in range(VOCAB)]
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        return [byte - ord("A") for byte in (text.encode() if isinstance(text, str) else text)]
+
+
+GRAMMARS = Grammars(lambda: LLTokenizer(TokenizerWrapper(Letters()), VOCAB))
+
+
 def expected(prompt: list[int], sampling: Sampling, choice: int = 0, adapter: str = "") -> list[int]:
     """What must come of a prompt, end tokens included."""
     tokens = list(prompt)
+    guide = GRAMMARS.guide(sampling.grammar, []) if sampling.grammar else None
     counts = TokenCounts(len(prompt), with_prompt=sampling.repetition_penalty != 1)
     bias = bias_of(sampling, VOCAB)
     for generated in range(sampling.max_tokens):
         counts.follow(tokens)
         banned = [EOS] if generated < sampling.min_tokens and not sampling.ignore_eos else []
-        shape = Shape(sampling, banned, counts if asks_for_counts(sampling) else None, bias=bias)
+        allowed = guide.mask() if guide is not None else None
+        shape = Shape(sampling, banned, counts if asks_for_counts(sampling) else None, allowed, bias)
         [token] = sample(logits_after(tokens, adapter), [SampleRow(sampling, 0, choice, len(tokens), shape)])
         tokens.append(token)
+        if guide is not None and guide.accept(token):
+            break
         if token == EOS and not sampling.ignore_eos:
             break
     return tokens[len(prompt) :]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from worker.device.cuda_port import CudaPort
+from worker.device.cuda_port import CudaPort, told_apart
 
 
 class Streams:
@@ -55,3 +55,30 @@ def test_a_capture_that_fails_leaves_neither_its_stream_nor_its_pool_behind(monk
     with pytest.raises(RuntimeError, match="not permitted"):
         port.capture(waits_for_the_device)
     assert streams.current == "step" and streams.ended == [(0, (0, 7))]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`",
+        "Triton Error [CUDA]: out of memory",
+    ],
+)
+def test_want_of_memory_is_told_as_such_whoever_wants_it(words: str) -> None:
+    with pytest.raises(torch.OutOfMemoryError) as told, told_apart():
+        raise RuntimeError(words)
+    assert str(told.value) == words.splitlines()[0]
+
+
+def test_other_errors_stay_what_they_are() -> None:
+    for error in (
+        RuntimeError("CUDA error: an illegal memory access was encountered"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasGemmEx`"),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 8.00 GiB"),
+        ValueError("CUDA error: out of memory"),
+    ):
+        with pytest.raises(type(error)) as told, told_apart():
+            raise error
+        assert told.value is error

@@ -9,7 +9,7 @@ from rehearsal_port import RehearsalPort
 
 from shared.messages import Sampling, SlotStart, StepPlan, pack_tokens
 from worker.batch import Batch
-from worker.device.graphs import WARM_UPS, DecodeGraphs, key_bound, padded, sizes_up_to
+from worker.device.graphs import WARM_UPS, DecodeGraphs, bounds_up_to, key_bound, padded, sizes_up_to
 from worker.device.port import Uploads, fetch
 from worker.device.state import Delta, DeviceState
 from worker.device.upload import Packing
@@ -28,6 +28,8 @@ def test_bounds_on_keys() -> None:
         512, 512, 1024, 1024, LONGEST, LONGEST
     ]  # fmt: skip
     assert key_bound(40, 100) == 100
+    for longest in (1, 100, 512, 513, LONGEST, 4096):
+        assert bounds_up_to(longest) == sorted({key_bound(keys, longest) for keys in range(1, longest + 1)})
 
 
 class Stand:
@@ -58,6 +60,27 @@ def test_a_graph_is_captured_after_steps_of_its_own_size_and_says_the_same() -> 
     assert stand.graphs.replays == 4
     plain = Stand()
     assert torch.equal(other, plain.decode([1, 2, 4], [3, 1, 2]))
+
+
+def test_what_is_captured_ahead_serves_whatever_comes() -> None:
+    stand = Stand(largest=3)
+    ahead = stand.graphs.ahead()
+    assert ahead == [(size, keys) for keys in (512, 1024, LONGEST) for size in (3, 2, 1)]
+    for key in ahead:
+        stand.graphs.capture(*key)
+    assert stand.port.captures == len(stand.graphs) == len(ahead) and not stand.graphs.replays
+    stand.port.synchronize()
+    assert not (stand.model.caches[0].key.flatten(1) != 0)[1:].any(), "a step of nobody's has written a page"
+    for keys in (4, 600, LONGEST):
+        assert torch.equal(stand.decode([3, 0], [1, 2], keys), Stand().decode([3, 0], [1, 2]))
+    assert stand.port.captures == len(ahead) and stand.graphs.replays == 3
+
+
+def test_a_pass_that_lacks_memory_ends_what_is_captured_ahead() -> None:
+    stand = Stand()
+    stand.port.lacking = lambda: 3
+    stand.graphs.capture(8, 512)
+    assert not stand.graphs.open and not len(stand.graphs)
 
 
 @pytest.mark.parametrize("steps", [1, WARM_UPS + 2])

@@ -65,7 +65,8 @@ def dense(geometry: Any, _: Any, dtype: torch.dtype) -> DenseAttention:
 
 
 def config(folder: Path, **more: Any) -> WorkerConfig:
-    return WorkerConfig(model=str(folder), served_model_name="m", dtype="float64", max_batched_tokens=64, **more)
+    given = {"dtype": "float64", "max_batched_tokens": 64, "warm_up_s": 0.0, **more}
+    return WorkerConfig(model=str(folder), served_model_name="m", **given)
 
 
 def loaded(folder: Path, dtype: torch.dtype = torch.float64, **more: Any) -> Any:
@@ -111,6 +112,11 @@ def test_pages_get_what_the_rest_leaves(tiny_model: MakeModel, caplog: pytest.Lo
     assert "activations of 64 tokens 0.10 GiB" in caplog.text
 
 
+def test_steps_are_captured_before_anybody_asks_for_them(tiny_model: MakeModel) -> None:
+    runner = loaded(tiny_model("llama"), max_model_len=100, cuda_graph_rows=3, warm_up_s=3600.0)
+    assert len(runner.graphs) == 3 and not runner.graphs.replays
+
+
 def test_a_card_on_which_no_page_fits_is_refused(tiny_model: MakeModel) -> None:
     with pytest.raises(StartupError, match=r"leave -\d.\d+ GiB for keys and values.*weights 0.20 GiB"):
         loaded(tiny_model("llama"), gpu_memory_utilization=0.55)
@@ -132,7 +138,7 @@ def test_batch_invariance_is_kept_or_refused(tiny_model: MakeModel, monkeypatch:
     with pytest.raises(StartupError, match="can't be served with --batch-invariant: it has a mixture of experts"):
         prepared("qwen3_moe")
 
-    monkeypatch.setattr(provision, "rows_keep_their_bits", lambda passes: False)
+    monkeypatch.setattr(provision, "rows_keep_their_bits", lambda *_: False)
     room = Room(step_tokens=64, num_blocks=40)
     given = (RehearsalPort(), FakeMemory(), room, "m", Grammars(lambda: None))  # type: ignore[arg-type,return-value]
     with pytest.raises(StartupError, match="batch-invariant: a row's bits depend on the rows beside it here"):

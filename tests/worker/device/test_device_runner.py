@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import random
+import re
+import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
 import pytest
 import torch
 from batch_driver import BatchDriver
-from device_box import DeviceBox
-from hash_model import ADAPTERS, VOCAB, HashModel
+from device_box import LIMITS, DeviceBox
+from hash_model import ADAPTERS, VOCAB, HashModel, Letters
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from mesh_in_a_box import request
 from rehearsal_port import RehearsalPort
 from test_device_decoder import Loaded
 
+from shared.grammar import Grammar, encode_grammar
 from shared.messages import Sampling, Submit
+from worker.batch import Row, Slot
+from worker.device import flight
 from worker.device.runner import DeviceRunner
 from worker.torch_runner import TorchRunner
 
@@ -101,6 +108,140 @@ def test_a_step_that_lacks_memory_runs_again_and_nobody_notices(graphs: int, mos
         assert len(box.ends) == 4
         lacked += box.runner.lacked_memory
     assert lacked > 3
+
+
+REGEX = "([A-D]|[G-Z][AB])+(E[A-Z]?)?"
+
+
+@pytest.mark.parametrize("seed", [None, 3, 4])
+def test_grammar_rows_overlap_with_others_and_match(seed: int | None) -> None:
+    """Sampled, forked, preempted and with penalties: a mask is of all tokens before, of which some are in flight."""
+    text = encode_grammar(Grammar("regex", REGEX))
+    box = DeviceBox(seed, num_blocks=20, host_blocks=8)
+    for index in range(6):
+        how = {"grammar": text} if index % 3 else {}
+        penalty = 1.2 if index % 2 else 1.0
+        box.submit(ask(f"r{index}", 3 + 4 * index, 12, 1 + (index == 4), repetition_penalty=penalty, **how))
+    box.submit(ask("end", 9, 12, grammar=text, ignore_eos=True))
+    box.run()
+    box.assert_tokens_right()
+    assert box.overlaps and len(box.ends) == 8
+    whole = 0
+    for (request_id, choice), got in box.delivered.items():
+        if box.submits[request_id].sampling.grammar and box.ends[request_id, choice] == "stop":
+            assert re.fullmatch(REGEX, "".join(Letters.tokens[token].decode() for token in got[:-1]))
+            whole += 1
+    assert whole
+
+
+def test_a_grammar_that_fails_ends_its_sequence_alone() -> None:
+    box = DeviceBox(5)
+    box.submit(ask("r0", 5, 10))
+    box.submit(ask("r1", 5, 10, grammar=encode_grammar(Grammar("regex", "[a-c]+"))))  # no token is a small letter
+    box.run()
+    assert box.ends["r1", 0] == "failed" and box.ends["r0", 0] in ("stop", "length")
+    [entry] = [entry for entry in box.entries if entry.end == "failed"]
+    assert "no token can follow" in entry.reason or "grammar" in entry.reason
+
+
+@pytest.mark.parametrize("most", [0, 3])
+def test_moves_of_pages_that_lack_memory_are_made_again(most: int) -> None:
+    """Forks copy pages, preempted sequences take theirs to the host and back: each group of moves once."""
+    rng = random.Random(3)
+    lacked = copied = swapped = 0
+    for seed in range(4):
+        box = DeviceBox(seed, num_blocks=14 if seed % 2 else 40, host_blocks=16)
+        moves = [0]
+
+        def lacking(box: DeviceBox = box, moves: list[int] = moves) -> int | None:
+            if sys._getframe(2).f_code.co_name not in ("_copy", "_leave", "_enter"):
+                return None
+            moves[0] += 1
+            return rng.randint(0, most) if moves[0] % 2 else None  # its second run has what it needs
+
+        box.port.lacking = lacking
+        for index in range(5):
+            box.submit(ask(f"r{index}", 3 + 4 * index, 14, n=1 + index % 3))
+        box.run()
+        box.assert_tokens_right()
+        lacked += box.runner.lacked_memory
+        copied += box.runner.kv_bytes_copied
+        swapped += sum(executed.result.swap_us > 0 for executed in box.seen)
+    assert lacked > 5 and copied and swapped
+
+
+def test_what_is_fetched_finds_its_memory_the_second_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    class AtOnce(RehearsalPort):
+        """Runs work where it is launched, as far as the host sees it: so do errors come."""
+
+        lacks = False
+
+        def run(self, work: Callable[[], object], *, aside: bool = False) -> None:
+            super().run(work, aside=aside)
+            if not self._inside:
+                self.synchronize()
+
+        def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+            if self._inside and self.lacks:
+                self.lacks = False
+                raise self.out_of_memory("CUDA error: out of memory")
+            return super().pinned(shape, dtype)
+
+    monkeypatch.setattr("device_box.RehearsalPort", AtOnce)
+    box = DeviceBox()
+    box.submit(ask("r0", tokens=6, repetition_penalty=1.3))
+    while box.core.live_requests():
+        box.port.lacks = True  # type: ignore[attr-defined]
+        box.step()
+    box.assert_tokens_right()
+    assert box.runner.lacked_memory >= 3
+
+
+def test_a_prompt_that_is_told_of_keeps_no_more_logits_than_were_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("worker.device.flight.PROMPT_PIECE", 5)
+    told = []
+    for most in (8, 1 << 20):
+        monkeypatch.setattr("worker.device.flight.PROFILED_ROWS", most)
+        box = DeviceBox(2, limits=dataclasses.replace(LIMITS, prefill_chunk_limit=24), graph_rows=2)
+        assert isinstance(box.runner.model, HashModel)
+        for index in range(5):
+            box.submit(ask(f"r{index}", 5 + 9 * index, 6, prompt_logprobs=index % 3 - 1, logprobs=index % 2))
+        box.run()
+        box.assert_tokens_right()
+        assert len(box.ends) == 5
+        assert (max(box.runner.model.kept) <= 8) == (most == 8)
+        told.append(
+            {
+                (entry.request_id, entry.prompt_offset + place): one
+                for entry in box.entries
+                for place, one in enumerate(entry.prompt_logprobs)
+            }
+        )
+    assert told[0] == told[1] and {name for name, _ in told[0]} == {"r1", "r2", "r4"}
+
+
+@settings(max_examples=EXAMPLES)
+@given(st.lists(st.tuples(st.integers(1, 40), st.integers(-1, 1), st.booleans()), max_size=6), st.integers(1, 20))
+def test_rows_are_cut_and_none_is_lost(asked: list[tuple[int, int, bool]], most: int) -> None:
+    rows = []
+    for index, (count, logprobs, ends) in enumerate(asked):
+        slot = Slot(index, "r", 1, 0, "g", Sampling(0, 4, prompt_logprobs=logprobs), 0, "", count + (not ends),
+                    list(range(count + (not ends))), 0, 9, cached=0)  # fmt: skip
+        rows.append(Row(slot, 0, count, sample=ends))
+    early, rest = flight.cut_prompts(rows, most)
+    for row in rows:
+        parts = [one for rows in [*early, rest] for one in rows if one.slot is row.slot]
+        assert [(one.start, one.count) for one in parts] == [
+            (start, one.count)
+            for one, start in zip(parts, itertools.accumulate([0, *(p.count for p in parts)]), strict=False)
+        ]
+        assert sum(one.count for one in parts) == row.count
+        assert [one.sample for one in parts] == [False] * (len(parts) - 1) + [row.sample]
+    if early:
+        assert all(sum(row.count for row in rows) <= most for rows in early)
+        assert not any(row.slot.prompt_rows(row.start, row.count) for row in rest)
+    else:
+        assert rest == rows
 
 
 def test_a_step_that_lacks_memory_twice_fails_and_the_batch_starts_over() -> None:

@@ -1,0 +1,78 @@
+"""What a start takes on itself so that no step has to: all of it, or as much as there is time for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from device_box import make_runner
+from rehearsal_port import RehearsalPort
+
+from kernels.contract import LayerAttention, LayerCache
+from shared.messages import Capacity
+from worker.device import warm_up as module
+from worker.device.runner import DeviceRunner
+from worker.device.warm_up import warm_up
+
+
+@dataclass
+class Kernel:
+    """Each of its launches takes a second of the clock."""
+
+    launches: int = 5
+    made: int = 0
+    now: float = 0.0
+    layers: list[Sequence[LayerAttention]] = field(default_factory=list)
+
+    def warm_ups(self, cache: LayerCache, layers: Sequence[LayerAttention]) -> Iterator[Callable[[], None]]:
+        self.layers.append(layers)
+        return iter([self._launch] * self.launches)
+
+    def _launch(self) -> None:
+        self.made += 1
+
+    def clock(self) -> float:
+        self.now += 1.0
+        return self.now
+
+
+def stand(kernel: Kernel) -> tuple[Any, DeviceRunner]:
+    capacity = Capacity("m", 1200, 4, 400, 29, [5], "device")
+    runner = make_runner(RehearsalPort(), capacity, graph_rows=3)
+    return SimpleNamespace(kernel=kernel, model=runner.model, layers=[LayerAttention(1.0)]), runner
+
+
+def test_everything_is_ready_where_there_is_time(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    kernel = Kernel()
+    prepared, runner = stand(kernel)
+    warm_up(prepared, runner, 1000.0, kernel.clock)
+    assert kernel.made == 5 and kernel.layers == [prepared.layers]
+    assert len(runner.graphs) == 9 == len(runner.graphs.ahead())
+    assert "5 attention kernels, 9 of 9 decode steps captured" in caplog.text
+    assert "warming up, 5 s so far: 4 of 5 attention kernels" in caplog.text
+
+
+@pytest.mark.parametrize(("seconds", "kernels", "graphs"), [(0.0, 0, 0), (3.0, 2, 0), (8.0, 5, 2)])
+def test_no_more_is_begun_once_the_time_is_over(seconds: float, kernels: int, graphs: int) -> None:
+    kernel = Kernel()
+    prepared, runner = stand(kernel)
+    warm_up(prepared, runner, seconds, kernel.clock)
+    assert (kernel.made, len(runner.graphs)) == (kernels, graphs)
+
+
+def test_ranks_capture_as_many_as_the_one_that_gives_up_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+
+    def all_agree(yes: bool) -> bool:
+        asked.append(yes)
+        return yes and len(asked) < 4
+
+    monkeypatch.setattr(module, "mine", lambda: SimpleNamespace(all_agree=all_agree))
+    kernel = Kernel()
+    prepared, runner = stand(kernel)
+    warm_up(prepared, runner, 1000.0, kernel.clock)
+    assert asked == [True] * 4 and len(runner.graphs) == 3
