@@ -243,7 +243,7 @@ def _with_queues(info: ModelInfo, core: SchedulerCore) -> ModelInfo:
     """With the state of its queues. All together are full when each is: whose turn it is a gateway need not know."""
     most, most_tokens = core.limits.max_num_queued_reqs, core.limits.max_num_queued_tokens
     pools: list[PoolInfo] = []
-    for key in core.queues:
+    for key in sorted(core.queues):
         if key.model == info.name:
             queue = core.queue_of(*key)
             workers = sum(not worker.draining for worker in core.workers_of(*key))

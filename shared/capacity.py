@@ -62,4 +62,4 @@ class ModelInfo(Message, frozen=True):
     queue_size: int = 0  # sequences that the queue holds when it is empty: no request may have more; 0: not told
     grammars: bool = True  # whether every worker takes them
     adapters: list[str] = []  # LoRA adapters of which some ready worker can run each, by name
-    pools: list[PoolInfo] = []  # that have ever had a worker; what is said of the queue above is of all together
+    pools: list[PoolInfo] = []  # that have ever had a worker, by name; the figures above are of all together

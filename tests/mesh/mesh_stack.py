@@ -179,6 +179,7 @@ class BusClient:
     async def submit(
         self, request_id: str, prompt: list[int], max_tokens: int, *, seed: int = 1, n: int = 1,
         temperature: float = 1.0, ignore_eos: bool = True, traceparent: str = "", adapter: str = "",
+        pool: str = "",
     ) -> SubmitReply:  # fmt: skip
         assert self.beat is not None
         submit = Submit(
@@ -192,6 +193,7 @@ class BusClient:
             n=n,
             traceparent=traceparent,
             adapter=adapter,
+            pool=pool,
         )
         self.live[request_id] = 1
         subject = self.subjects.submit(submit.model, self.beat.epoch)
