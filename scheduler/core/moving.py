@@ -30,7 +30,7 @@ class MovingState(LosingState):
         """From now on the worker has another role: what it runs goes on, and is handed over as that role asks."""
         worker = self.workers.get(name)
         if worker is not None and worker.role is not role:
-            worker.role = role
+            worker.role, worker.full_look = role, None
             self._given_roles[name] = worker.incarnation, role
             self._settle_newcomers(worker)
         return []
@@ -107,7 +107,7 @@ class MovingState(LosingState):
     def _transfer(self, worker: WorkerState, draft: PlanDraft, now: int, events: list[CoreEvent]) -> None:
         """At the end of a plan's making: begin moves away from the worker, fetch for those to it."""
         if worker.capacity.transfer:
-            self._transfers.hand_on(worker, self._peers(worker), now)
+            self._transfers.hand_on(worker, self._queues[worker.serves].workers.values(), now)
         if worker.arriving:
             self._transfers.ask(worker, draft, now, events)
 

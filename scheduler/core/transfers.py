@@ -68,7 +68,9 @@ class Transfers:
             for sequence in worker.running:
                 if begun == HANDED_PER_PLAN:
                     break
-                if sequence.home.key == worker.serves and self.may_move(worker, sequence):
+                # Before half of it is computed nothing is held for it elsewhere: it may stand behind others.
+                computed = 2 * sequence.scheduled >= len(sequence.tokens)
+                if computed and sequence.home.key == worker.serves and self.may_move(worker, sequence):
                     if not self.begin(worker, sequence, peers, Why.ROLE, now):
                         break  # there is no room for it, nor most likely for those after it
                     begun += 1
@@ -128,7 +130,8 @@ class Transfers:
         return (
             target is not source
             and target.role is not Role.PREFILL
-            and not (target.draining or target.trial or target.preempted or target.full_look)
+            and not (target.draining or target.trial or target.preempted)
+            and not (target.full_look and sequence.home)  # what waits for room there comes first
             and target.occupied < self._limits.batch_slots(target.capacity)
             and len(target.arriving) < self._limits.max_arrivals
             and can_fetch(target, source)
@@ -286,11 +289,11 @@ def _cost(worker: WorkerState, among: Iterable[WorkerState]) -> float:
 
 
 def _quicker(source: WorkerState, target: WorkerState, sequence: Sequence, placement: Placement) -> bool:
-    """True if its blocks are fetched sooner than its tokens are computed again, as far as either was measured."""
+    """True if its blocks are fetched sooner than what they hold is computed again, as far as either was measured."""
     of_source = target.fetch_pace.get(source.name)
     paces = [of_source] if of_source is not None else list(target.fetch_pace.values())
     blocks = sum(blocks for _, blocks in paces)
     fetch_us = placement.new * sum(us for us, _ in paces) / blocks if blocks else 0.0
-    cached = len(placement.hits) * target.capacity.block_size
-    recompute_us = target.predictor.prompt_us(len(sequence.tokens) - cached)
-    return not fetch_us or not recompute_us or fetch_us <= recompute_us
+    saved = sequence.scheduled - len(placement.hits) * target.capacity.block_size
+    recompute_us = target.predictor.prompt_us(max(0, saved))
+    return saved > 0 and (not recompute_us or fetch_us <= recompute_us)
