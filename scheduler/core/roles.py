@@ -9,8 +9,12 @@ from shared.messages import Capacity, Role
 
 
 def can_fetch(target: WorkerState, source: WorkerState) -> bool:
-    """True if KV blocks of ``source`` can be fetched by ``target``, and mean there what they mean here."""
-    return bool(source.capacity.transfer) and _form(target.capacity) == _form(source.capacity)
+    """True if KV blocks of ``source`` can be fetched by ``target``, and mean there what they mean here.
+
+    Of a worker that offers none itself nobody knows whether it can fetch: it may be of a version that can't.
+    """
+    offered = source.capacity.transfer and target.capacity.transfer
+    return bool(offered) and _form(target.capacity) == _form(source.capacity)
 
 
 def settle_newcomers(workers: Iterable[WorkerState]) -> list[WorkerState]:
