@@ -76,15 +76,24 @@ def percentile(values: npt.NDArray[np.int64], share: float) -> float:
     return float(ordered[min(len(ordered) - 1, int(share * len(ordered)))]) / 1e6
 
 
+def within(measured: Measurements, slo: Slo) -> npt.NDArray[np.bool_]:
+    """Which choices were served, and in time."""
+    population = measured.population
+    served = np.isin(np.array(measured.reason, dtype=object), SERVED)
+    spread = population.last_ns - population.first_ns
+    tpot = spread / np.maximum(population.length - 1, 1)
+    ttft = population.first_ns - measured.arrived_ns
+    kept: npt.NDArray[np.bool_] = served & (ttft <= slo.ttft_ms * 1e6) & (tpot <= slo.tpot_ms * 1e6)
+    return kept
+
+
 def figures(variant: str, core: SchedulerCore, measured: Measurements, slo: Slo | None = None) -> Figures:
     slo = slo or Slo()
     population, counters = measured.population, core.counters
     reasons = np.array(measured.reason, dtype=object)
     served = np.isin(reasons, SERVED)
     ttft = population.first_ns - measured.arrived_ns
-    spread = population.last_ns - population.first_ns
-    tpot = spread / np.maximum(population.length - 1, 1)
-    good = served & (ttft <= slo.ttft_ms * 1e6) & (tpot <= slo.tpot_ms * 1e6)
+    good = within(measured, slo)
     seconds = max(measured.finished_ns - int(measured.arrived_ns.min(initial=0)), 1) / 1e9
     had_token = population.first_ns > 0
     was_admitted = measured.admitted_ns >= 0

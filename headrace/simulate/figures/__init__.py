@@ -10,7 +10,17 @@ from dataclasses import asdict
 from pathlib import Path
 
 from headrace.output_file import check_folder
-from headrace.simulate.figures import batching, interference, isolation, memory, placement, pressure, published
+from headrace.simulate.figures import (
+    batching,
+    dynamic,
+    interference,
+    isolation,
+    memory,
+    placement,
+    pressure,
+    published,
+    split,
+)
 from headrace.simulate.figures.claim import Bench, Section
 from headrace.simulate.figures.document import as_text, write
 from shared.config import ConfigError, Parser
@@ -30,6 +40,8 @@ SECTIONS: dict[str, Callable[[Bench], list[Section]]] = {
     "tenants": pressure.flood,
     "placement": placement.shared_prefixes,
     "isolation": isolation.isolation,
+    "split": split.apart,
+    "dynamic": dynamic.following,
     "published": published.published,
 }
 

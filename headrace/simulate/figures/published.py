@@ -31,8 +31,8 @@ def published(bench: Bench) -> list[Section]:
         Row(
             "split prefill and decode (DistServe): 7.4x requests or 12.6x tighter SLO", "-", "-",
             "vLLM without chunked prefill", Holds.NOT_COMPARABLE,
-            "because Headrace has no worker roles yet; chunked prefill, which it has, removes most of the interference "
-            "that the split is measured against (see the Sarathi-Serve row)",
+            "because the ratio is against whole prompts beside decodes: chunked prefill, which mixed workers have "
+            "here, removes most of that (see the Sarathi-Serve row; and prefill and decode apart, above)",
         ),
     ]  # fmt: skip
     return [Section("Published ratios", rows)]
