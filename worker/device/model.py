@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.pytorch_utils import Conv1D
 
@@ -114,7 +115,7 @@ def graph_tokens(module: nn.Module, waiting: set[str]) -> int:
 def waits(run: Callable[[], object]) -> set[str]:
     """The operations of ``run`` for which a host waits for its device, or that can't be captured."""
     seen = _Waits()
-    with seen:
+    with seen, _Makes(seen.found):
         run()
     return seen.found
 
@@ -150,8 +151,34 @@ class _Waits(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.found.add(name)
         elif name in ("_to_copy", "copy_") and _apart(args[name == "copy_"], out):
             self.found.add("a copy between host and device")
-        elif name == "lift_fresh" and out.device.type != "cpu":  # all that torch.tensor(numbers, device) lets see
-            self.found.add("a tensor of numbers of the host's")
+        return out
+
+
+_MAKES_TENSORS = {torch.tensor, torch.as_tensor, torch.asarray}
+
+
+class _Makes(TorchFunctionMode):
+    """While active, adds to ``found`` what makes tensors of a device out of a host's numbers: their way there is no
+    operation that is dispatched."""
+
+    def __init__(self, found: set[str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._found = found
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is torch.Tensor.new_tensor:
+            args = args[1:]
+        elif func not in _MAKES_TENSORS:
+            return out
+        if out.device.type != "cpu" and not (args and isinstance(args[0], torch.Tensor)):
+            self._found.add("a tensor of the host's numbers")
         return out
 
 

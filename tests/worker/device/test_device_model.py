@@ -80,6 +80,15 @@ def test_what_waits_for_a_device_is_found() -> None:
     assert waits(lambda: x.sum().item())
     assert waits(lambda: x.repeat_interleave(torch.tensor([1] * 6))) == {"repeat_interleave"}
     assert not waits(lambda: x[torch.tensor([1, 2])].softmax(0).cumsum(0))
+    there = torch.empty(2, device="meta")
+    for makes in (
+        lambda: torch.tensor([1, 2], device="meta"),
+        lambda: torch.as_tensor(data=3.0, device="meta"),
+        lambda: torch.asarray([1.0], device="meta"),
+        lambda: there.new_tensor([1, 2]),
+    ):
+        assert waits(makes) == {"a tensor of the host's numbers"}
+    assert not waits(lambda: torch.as_tensor(there).new_zeros(3) + torch.arange(3, device="meta"))
 
 
 def test_a_model_whose_code_waits_has_no_graphs(
