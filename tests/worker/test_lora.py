@@ -67,6 +67,7 @@ CASES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
 }
 
 
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("case", CASES)
 def test_each_request_of_a_mixed_batch_gets_the_tokens_of_its_merged_model(
     case: str, tiny_model: MakeModel, tmp_path: Path
@@ -113,6 +114,7 @@ def kinds() -> list[str]:
     return ["float32", "bfloat16"] if bf16 else ["float32"]
 
 
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.skipif(not PACKS, reason="without oneDNN no promise is made for a CPU")
 @pytest.mark.parametrize("dtype", kinds())
 @pytest.mark.parametrize("backend", ["auto", "torch"])
@@ -122,8 +124,9 @@ def test_a_row_has_the_same_bits_whatever_adapters_are_beside_it(
     prompts = prompts_of(40, 6, 67, 1)
     whose = ["all", "", "some", "all"]
     runner = TorchRunner.load(
-        tiny_model("llama"), dtype=dtype, num_blocks=64, adapters=adapters, attention_backend=backend, self_check=False
-    )
+        tiny_model("llama"), dtype=dtype, num_blocks=64, adapters=adapters, attention_backend=backend, self_check=False,
+        num_threads=2 if backend == "auto" else None,
+    )  # fmt: skip
     assert (runner.decoder is not None) == (NATIVE and backend == "auto")
     seen = Seen(runner)
     outcomes = []
@@ -150,6 +153,7 @@ def test_a_row_has_the_same_bits_whatever_adapters_are_beside_it(
             assert torch.equal(row, other[place]), place
 
 
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.skipif(not PACKS, reason="without oneDNN no promise is made for a CPU")
 @pytest.mark.parametrize("backend", ["auto", "torch"])
 def test_rows_without_an_adapter_keep_the_bits_of_a_worker_that_has_none(
@@ -171,6 +175,7 @@ def test_rows_without_an_adapter_keep_the_bits_of_a_worker_that_has_none(
     assert all(torch.equal(row, rows[1][place]) for place, row in rows[0].items())
 
 
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.skipif(not NATIVE, reason="the C++ kernels are not built or turned off")
 @pytest.mark.parametrize("quantize", ["none", "int8"])
 def test_beside_the_decoder_rows_with_adapters_run_over_its_weights(
@@ -196,6 +201,7 @@ def test_beside_the_decoder_rows_with_adapters_run_over_its_weights(
         assert off < (1e-4 if quantize == "none" else 0.2), (adapter, off)
 
 
+@pytest.mark.usefixtures("one_thread")
 def test_prompts_are_described_the_same_in_company_of_other_adapters(
     tiny_model: MakeModel, adapters: dict[str, str]
 ) -> None:
@@ -220,6 +226,7 @@ def test_prompts_are_described_the_same_in_company_of_other_adapters(
     assert told[0] == told[1]
 
 
+@pytest.mark.usefixtures("one_thread")
 def test_an_adapter_that_is_not_here_fails_the_step(tiny_model: MakeModel, adapters: dict[str, str]) -> None:
     driver = BatchDriver(
         TorchRunner.load(tiny_model("llama"), dtype="float32", num_blocks=20, adapters=adapters, self_check=False)

@@ -30,6 +30,9 @@ TARGETS = {
 }
 
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
 @pytest.fixture(autouse=True)
 def plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not Triton's interpreter; and ``transformers`` knows what its models are read with."""
