@@ -316,7 +316,7 @@ class _Pass:
     def fits(self, sequence: Sequence, placement: Placement) -> bool:
         """True if the whole prompt fits now, with the watermark, and what all are expected to grow by fits too."""
         worker = self._worker
-        if not worker.running:
+        if not (worker.running or worker.arriving):
             return placement.takes <= worker.pool.num_free
         if placement.takes + self._watermark > worker.pool.num_free:
             return False
