@@ -30,6 +30,9 @@ CANNOT_START = 2
 CRASHES_AT_START = 5
 """A child that crashes so often before everything has settled will not come up by itself."""
 
+REFUSAL = "headrace: "
+"""How the line begins in which a child says why it can't start (see shared.lifecycle)."""
+
 LONGEST_LINE_BYTES = 1 << 20
 POLL_S = 0.02
 
@@ -75,6 +78,7 @@ class _Child:
     proven: bool = True  # else it is a replacement that has still to come up, and ends with its first process
     process: asyncio.subprocess.Process | None = None
     last_line: str = ""
+    held_line: str = ""  # the last one, if it is not shown yet: it may become the reason of a failure, and is said once
     restarts: int = 0
     leaving: asyncio.Event = field(default_factory=asyncio.Event)  # its process's end is no crash
     ended: asyncio.Event = field(default_factory=asyncio.Event)  # and will not be started again
@@ -113,6 +117,8 @@ class Supervisor:
     def settled(self) -> None:
         """Everything is up: from now on every end of a child is a crash, and crashes are survived."""
         self._settled = True
+        for child in self._alive:
+            self._show_held(child)
 
     def restarts(self, name: str) -> int:
         return self._children[name].restarts
@@ -211,6 +217,9 @@ class Supervisor:
             pause_s = self._backoff.first_s
             while not child.leaving.is_set():
                 lived_s, code = await self._run(child)
+                refused = code == CANNOT_START and child.proven and not self._settled and self.failure is None
+                if not refused or child.leaving.is_set():
+                    self._show_held(child)
                 if child.leaving.is_set():
                     return
                 if not child.proven:
@@ -230,6 +239,11 @@ class Supervisor:
         finally:
             self._alive.discard(child)
             child.ended.set()
+
+    def _show_held(self, child: _Child) -> None:
+        line, child.held_line = child.held_line, ""
+        if line:
+            self._show(child.spec.name, line)
 
     async def _run(self, child: _Child) -> tuple[float, int]:
         """One life of the child: (seconds lived, exit code; negative for a signal)."""
@@ -285,8 +299,12 @@ class Supervisor:
                 return
             text = line.decode("utf-8", "replace").rstrip()
             if text:
+                self._show_held(child)
                 child.last_line = text
-                self._show(child.spec.name, text)
+                if text.startswith(REFUSAL) and not self._settled:
+                    child.held_line = text
+                else:
+                    self._show(child.spec.name, text)
 
     def _fail(self, child: _Child, code: int) -> None:
         if self.failure is None:

@@ -104,6 +104,22 @@ def test_exit_2_before_settled_is_final_and_keeps_the_childs_own_words() -> None
         assert supervisor.failure.reason == "headrace: no such model"
         assert supervisor.restarts("child") == 0
 
+    assert supervised(scenario).lines == [], "whoever starts the children says it, once"
+
+
+def test_a_refusal_that_is_nobodys_last_word_is_shown() -> None:
+    said = "print('headrace: a note', flush=True)"
+
+    async def scenario(supervisor: Supervisor, shown: Shown) -> None:
+        supervisor.start(python("talks", f"{said}; print('more', flush=True); import time; time.sleep(60)"))
+        supervisor.start(python("waits", f"{said}; import time; time.sleep(60)"))
+        supervisor.start(python("crashes", f"{said}; import sys; sys.exit(1)"))
+        await shown.wait_for("talks", "more")
+        assert shown.lines.index(("talks", "headrace: a note")) < shown.lines.index(("talks", "more"))
+        await shown.wait_for("crashes", "headrace: a note")
+        supervisor.settled()
+        await shown.wait_for("waits", "headrace: a note")
+
     supervised(scenario)
 
 

@@ -162,7 +162,7 @@ class _Makes(TorchFunctionMode):
     operation that is dispatched."""
 
     def __init__(self, found: set[str]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._found = found
 
     def __torch_function__(
