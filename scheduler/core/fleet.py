@@ -46,16 +46,17 @@ class Load:
 
     worker: WorkerState
     slots: int  # free
-    rows: int  # sequences that run
+    rows: int  # sequences that run, and those given to it since
     kept: int = 0  # free blocks that are not for newcomers: what those that run are expected to grow by
     queued: int = 0  # prompt tokens that a newcomer's would wait for or share the budget with
     idle: bool = True  # nothing runs: what is left to it may have every block
-    waits: bool = False  # a plan is in flight: a newcomer waits for the next one
+    waits: bool = False  # it works on something: a newcomer waits for its next plan
     token_us: float = UNMEASURED[0]
     step_us: float = UNMEASURED[1]
     row_us: float = UNMEASURED[2]
     form: Form = ("", "", 0, 0, 0, ())  # equal ones hold the same, in blocks of the same hashes
     computes: dict[bytes, list[list[bytes]]] = field(default_factory=dict)  # first block -> chains being computed
+    given: int = 0  # of the rows, those
     weight: float = 0.0  # what the fleet orders it by
     room: int = 0  # blocks for prompts, as it was noted
 
@@ -77,12 +78,15 @@ class Load:
         own.computes = {first: list(chains) for first, chains in self.computes.items()}
         return own
 
-    def give(self, sequence: CoreSequence, chain: list[bytes], hits: int) -> None:
+    def give(self, sequence: CoreSequence) -> None:
         """Count the sequence among the worker's own from now on."""
+        chain = self.worker.prompt_chain(sequence)
+        hits = self.hits(chain)
         tokens, size = len(sequence.tokens), self.worker.capacity.block_size
         self.slots -= max(1, sequence.submit.sampling.beam_width)
         self.kept += pages_for(tokens, size) - hits
         self.rows += 1
+        self.given += 1
         self.queued += tokens - hits * size
         self.idle = False
         if chain:
@@ -105,13 +109,14 @@ class Fleet:
         self.workers: dict[str, WorkerState] = {}
         self.names: list[str] = []  # of all that are not draining, in order
         self.loads: dict[str, Load] = {}
-        self.rows = 0  # of those
+        self.rows = 0  # sequences that run on those
         self.least_busy: list[tuple[float, str]] = []  # they in order: by the delay of a usual newcomer, or by rows
         self.roomiest: list[tuple[int, str]] = []  # they by blocks for prompts, the roomiest last
         self.holders: Holders | None = None  # kept where not all are compared
         self._speeds: dict[str, tuple[float, float, float]] = {}
         self._total = _NOTHING  # of those
         self._unmeasured: dict[str, None] = {}  # of those in ``loads``
+        self._left: dict[str, tuple[int, list[CoreSequence]]] = {}  # worker -> (its next step, what is left to it)
 
     def __len__(self) -> int:
         return len(self.workers)
@@ -131,6 +136,7 @@ class Fleet:
         if name in self.names:
             self.names.remove(name)
         self._leave(name)
+        self._left.pop(name, None)
         self._count_speed(name, None)
         worker.pool.tell("", None)
         if self.holders is not None and len(self.workers) <= COMPARED:
@@ -151,6 +157,23 @@ class Fleet:
         load.token_us, load.step_us, load.row_us = self._speeds.get(worker.name) or self._usual_speed()
         return load
 
+    def left_to(self, sequence: CoreSequence) -> Load | None:
+        """To whom the sequence is left, if that one has not planned since and still takes newcomers."""
+        load = self.loads.get(sequence.left_to)
+        return load if load is not None and load.worker.next_step == sequence.left_step else None
+
+    def leave_to(self, name: str, sequence: CoreSequence) -> None:
+        """The sequence is left to a worker of ``loads``, and counts among its load until it has planned."""
+        load = self.loads[name]
+        step = load.worker.next_step
+        sequence.left_to, sequence.left_step = name, step
+        if self._left.get(name, (0, []))[0] != step:
+            self._left[name] = step, []
+        self._left[name][1].append(sequence)
+        self._leave(name)
+        load.give(sequence)
+        self._enter(load, self._speeds.get(name))
+
     def likely(self, chain: list[bytes], number: int) -> dict[str, None]:
         """Of many workers, some among which the best for a sequence with this ``chain`` is likely to be. ``number``
         decides where several are alike."""
@@ -170,7 +193,7 @@ class Fleet:
         assert self.least_busy == sorted((load.weight, name) for name, load in self.loads.items())
         assert self.roomiest == sorted((load.room, name) for name, load in self.loads.items())
         assert self.loads.keys() <= self.workers.keys() and set(self.names) <= self.workers.keys()
-        assert self.rows == sum(load.rows for load in self.loads.values())
+        assert self.rows == sum(load.rows - load.given for load in self.loads.values())
         assert (self.holders is not None) == (len(self.workers) > COMPARED)
         if self.holders is not None:
             held: dict[bytes, list[str]] = {}
@@ -203,8 +226,16 @@ class Fleet:
         speed = worker.speed_us()
         self._count_speed(name, speed)
         self._leave(name)
+        step, left = self._left.get(name, (0, []))
+        if step != worker.next_step:
+            self._left.pop(name, None)
+            left = []
         if slots := self._slots(worker):
-            self._enter(_load_of(worker, slots), speed)
+            load = _load_of(worker, slots)
+            for sequence in left:
+                if sequence.status is Status.WAITING and (sequence.left_to, sequence.left_step) == (name, step):
+                    load.give(sequence)
+            self._enter(load, speed)
         if speed is not None:
             for other in list(self._unmeasured)[:_CAUGHT_UP]:
                 load = self.loads[other]
@@ -229,7 +260,7 @@ class Fleet:
         if speed is None:
             self._unmeasured[name] = None
         self.loads[name] = load
-        self.rows += load.rows
+        self.rows += load.rows - load.given
         insort(self.least_busy, (load.weight, name))
         insort(self.roomiest, (load.room, name))
 
@@ -237,7 +268,7 @@ class Fleet:
         load = self.loads.pop(name, None)
         if load is not None:
             self._unmeasured.pop(name, None)
-            self.rows -= load.rows
+            self.rows -= load.rows - load.given
             del self.least_busy[bisect_left(self.least_busy, (load.weight, name))]
             del self.roomiest[bisect_left(self.roomiest, (load.room, name))]
 
@@ -262,7 +293,7 @@ class Fleet:
 def _load_of(worker: WorkerState, slots: int) -> Load:
     """A worker's load as it stands, with ``slots`` free."""
     rows = len(worker.running)
-    load = Load(worker, slots, rows, idle=not rows, waits=bool(worker.in_flight))
+    load = Load(worker, slots, rows, idle=not rows, waits=bool(rows or worker.in_flight))
     capacity = worker.capacity
     load.form = (
         capacity.dtype, capacity.kv_dtype, capacity.block_size, capacity.max_model_len, worker.pool.num_blocks,

@@ -1,4 +1,4 @@
-"""Which worker of a queue a waiting sequence should go to. Pure, and read-only: nothing is bound before admission.
+"""Which worker of a queue a waiting sequence should go to. Pure; nothing is bound before admission.
 
 A worker that plans looks at the queue in order and leaves a sequence to another worker only if that one could admit it
 now and is where it delays everybody least: itself until its first token and its end, and those that run there. A prefix
@@ -12,7 +12,7 @@ import hashlib
 from collections.abc import Iterable
 from functools import lru_cache
 
-from scheduler.core.fleet import HOLDERS, Fleet, Form, Load, delay_us
+from scheduler.core.fleet import Fleet, Form, Load, delay_us
 from scheduler.core.lengths import OutputLengths
 from scheduler.core.limits import Limits
 from scheduler.core.sequence import Sequence as CoreSequence
@@ -23,8 +23,8 @@ TIE_SHARE = 0.5
 """Of the time that the whole prompt takes: workers whose delays differ by less are equal, and the content decides."""
 
 STEPS_WAITED = 1
-"""Of its own: how long what is left to a worker with a plan in flight is taken to wait for the next one. Who could take
-it at once keeps it unless that one is better by more."""
+"""Of its own: how long what is left to a worker that works is taken to wait for its next plan. Who could take it with
+the plan that is being made keeps it unless that one is better by more."""
 
 PATIENCE_STEPS = 4
 LEAST_PATIENCE_NS = 20_000_000
@@ -61,7 +61,7 @@ def patience_ns(load: Load) -> int:
 
 
 class Placing:
-    """One look at a queue, in its order. What it leaves to a worker counts among that one's load until it ends."""
+    """One look at a queue, in its order."""
 
     def __init__(self, limits: Limits, lengths: OutputLengths, fleet: Fleet, waiting: int) -> None:
         self._limits = limits
@@ -73,13 +73,19 @@ class Placing:
         self.spent = False  # the worker that looks has its share, and no choice is left
         self._own = ""  # the worker that looks
         self._touched: dict[str, Load] = {}  # loads of this look alone: its own worker's, and those given something
-        self._computing: dict[bytes, list[str]] = {}  # first block -> some that were given a sequence with it
 
     def leaves(self, worker: WorkerState, sequence: CoreSequence, now: int, refused: bool = False) -> bool:
-        """True if ``worker`` should leave the sequence to another one. ``refused``: it has no room for it itself."""
-        if len(self._fleet) < 2:
+        """True if ``worker`` should leave the sequence to another one. ``refused``: it has no room for it itself.
+
+        To whom it is left is remembered until that one has planned: others pass it over without choosing again.
+        """
+        fleet = self._fleet
+        if len(fleet) < 2:
             return False
-        if not self._choices:
+        left_to = fleet.left_to(sequence) if sequence.left_to and not refused else None
+        if left_to is not None and left_to.worker is not worker and _patient(sequence, left_to, now):
+            return True
+        if not self._own:
             self._begin(worker)
         own = self._touched[worker.name]
         if refused:
@@ -90,16 +96,16 @@ class Placing:
                 return False
             self.spent = own.rows >= self._level and _patient(sequence, own, now)
             if not self.spent:
-                self._give(own, sequence)
+                own.give(sequence)
             return self.spent
         chosen = self._choose(sequence, own)
         if chosen is None or chosen is own or not _patient(sequence, chosen, now):
             if not refused:
-                self._give(own, sequence)
+                own.give(sequence)
             return False
         if not sequence.left_since:
             sequence.left_since = now
-        self._give(chosen, sequence)
+        fleet.leave_to(chosen.worker.name, sequence)
         return True
 
     def first_asked(self, queue: Iterable[CoreSequence], now: int) -> tuple[list[str], bool]:
@@ -107,6 +113,10 @@ class Placing:
         names: dict[str, None] = {}
         others = False
         for sequence in queue:
+            left_to = self._fleet.left_to(sequence) if sequence.left_to else None
+            if left_to is not None and _patient(sequence, left_to, now):
+                names[left_to.worker.name] = None
+                continue
             chosen = self._choose(sequence, None)
             if chosen is None:
                 others = True
@@ -123,7 +133,7 @@ class Placing:
         fleet = self._fleet
         own = self._touched[worker.name] = fleet.load_now(worker)
         noted = fleet.loads.get(worker.name)
-        rows = fleet.rows + own.rows - (noted.rows if noted is not None else 0)
+        rows = fleet.rows + own.rows - (noted.rows - noted.given if noted is not None else 0)
         self._level = -(-(rows + self._waiting) // (len(fleet.loads) + (noted is None)))
         self._own = worker.name
 
@@ -162,8 +172,6 @@ class Placing:
         names = self._fleet.likely(chain, sequence.number)
         if self._own:
             names[self._own] = None
-        if chain:
-            names.update(dict.fromkeys(self._computing.get(chain[0], ())))
         return [touched.get(name) or loads[name] for name in names]
 
     def _in_turn(self, sequence: CoreSequence) -> Load | None:
@@ -198,16 +206,11 @@ class Placing:
         return max(equal, key=lambda load: (rendezvous(content, key_of(load.worker.name)), load.worker.name))
 
     def _give(self, load: Load, sequence: CoreSequence) -> None:
+        """In this look alone."""
         name = load.worker.name
-        mine = self._touched.get(name)
-        if mine is None:
-            mine = self._touched[name] = load.copy()
-        chain = mine.worker.prompt_chain(sequence)
-        mine.give(sequence, chain, mine.hits(chain))
-        if chain and self._fleet.holders is not None:
-            some = self._computing.setdefault(chain[0], [])
-            if len(some) < HOLDERS and name not in some:
-                some.append(name)
+        if name not in self._touched:
+            self._touched[name] = load.copy()
+        self._touched[name].give(sequence)
 
 
 def _needs(load: Load, sequence: CoreSequence) -> tuple[int, list[bytes]]:

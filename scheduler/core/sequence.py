@@ -90,6 +90,8 @@ class Sequence:
     blocked_since: int = 0  # when it first failed to fit as the head of the queue
     bypasses: int = 0  # sequences admitted past it since
     left_since: int = 0  # when a worker that might have taken it first left it to another one
+    left_to: str = ""  # that other one, or to whom it was left later
+    left_step: int = 0  # its next step at that time
     began: int = 0  # generated tokens that it was submitted with
     charged: int = 0  # generated tokens that its tenant was charged for
     expected: int = 0  # generated tokens it is expected to end with, as last looked up
