@@ -26,7 +26,7 @@ from headrace.trace.tap import Tap, TapConfig, line
 from scheduler.core.core import SchedulerCore
 from scheduler.core.limits import Limits
 from scheduler.recording import RecordingCore, TraceWriter
-from shared.messages import Cancel, Outcome, Sampling, StepPlan, StepResult, Submit, encode, pack_tokens
+from shared.messages import Cancel, Fetched, Outcome, Role, Sampling, StepPlan, StepResult, Submit, encode, pack_tokens
 from shared.page_hash import extend_chain, root_hash
 
 LIMITS = Limits(max_num_seqs=16, max_num_batched_tokens=256, growth_aware_admission=False, max_num_queued_reqs=1 << 20)
@@ -121,6 +121,46 @@ def test_losses_resumes_and_handovers_replay_as_well(tmp_path: Path) -> None:
                 record[4] = False
             file.write(msgpack.packb(record))
     assert feed(forgetful, SchedulerCore(LIMITS)).difference
+
+
+def test_moves_replay_as_well(tmp_path: Path) -> None:
+    """Who computed prompts and who decoded, what was fetched and what came of it, and a change of roles."""
+    path = tmp_path / "t"
+    writer = TraceWriter(path)
+    core = RecordingCore(LIMITS, "continuous", writer)
+    clock = itertools.count(1, 1_000_000)
+    for name, role in (("w0", Role.PREFILL), ("w1", Role.DECODE)):
+        capacity = msgspec.structs.replace(simulated_capacity(1600, 16, 1024), role=role, transfer=[f"x://{name}"])
+        core.worker_up(name, 1, capacity, next(clock))
+
+    def step() -> None:
+        for worker in ("w0", "w1"):
+            plan, _ = core.plan(worker, next(clock))
+            if plan is not None:
+                tokens = [7] * len(core.workers[worker].in_flight[0].sampled)
+                core.apply(StepResult(core.epoch, worker, plan.incarnation, plan.step, tokens), next(clock))
+                for number, fetch in enumerate(plan.fetches):
+                    reason = "a cut cable" if fetch.fetch % 3 == 2 else ""
+                    answer = Fetched(core.epoch, worker, plan.incarnation, fetch.fetch, reason, 64, 20 + number, "x")
+                    core.fetched(answer, next(clock))
+
+    for index in range(4):
+        sampling = Sampling(seed=index, max_tokens=60)
+        submit = Submit(f"r{index}", 1, "g", capacity.model, pack_tokens(range(40)), sampling, index)
+        assert core.submit(submit, next(clock)).outcome is Outcome.ACCEPTED
+    for _ in range(20):
+        step()
+    core.set_role("w0", Role.DECODE, next(clock))
+    core.set_role("w1", Role.PREFILL, next(clock))
+    for _ in range(20):
+        step()
+    writer.close()
+    assert core.counters.moves > 0 and core.counters.failed_moves > 0
+    again = SchedulerCore(LIMITS)
+    outcome = feed(path, again)
+    assert outcome.difference == "" and outcome.plans > 40
+    assert again.counters == core.counters
+    assert {record[1] for record in records(path)} >= {"fetched", "set_role"}
 
 
 @pytest.mark.parametrize(
