@@ -18,6 +18,8 @@ from tiny_adapters import EVERY_PROJECTION, make_adapter, merged_model
 from kernels.cpu.library import Library, find
 from shared.lifecycle import StartupError
 from shared.messages import Sampling
+from worker.__main__ import load
+from worker.config import WorkerConfig
 from worker.linear import can_pack
 from worker.lora_files import read_adapter
 from worker.lora_names import are_adapters, parse_adapters
@@ -347,6 +349,18 @@ def test_the_option_names_folders() -> None:
     assert are_adapters("sql=/a") is None
     for wrong in ("sql", "=x", "sql=", "a=1,a=2", f"{'n' * 300}=x", "a\tb=x"):
         assert "NAME=FOLDER" in (are_adapters(wrong) or ""), wrong
+
+
+def test_what_can_not_be_together_is_refused_at_start() -> None:
+    with pytest.raises(StartupError, match="divided over ranks"):
+        load(WorkerConfig(model="m", lora="sql=/a", tensor_parallel=2))
+    with pytest.raises(StartupError, match="a name of its own"):
+        load(WorkerConfig(model="/some/base", served_model_name="sql", lora="sql=/a"))
+
+
+def test_a_simulated_worker_has_adapters_by_name() -> None:
+    runner = load(WorkerConfig(model="m", simulate=True, lora="sql=/nowhere,law=/nowhere")).runner
+    assert runner.capacity.adapters == ["sql", "law"]
 
 
 def test_weights_in_halves_round_once(tiny_model: MakeModel, tmp_path: Path) -> None:
