@@ -62,6 +62,7 @@ def summary(request: RequestTrace) -> dict[str, Any]:
         "client_id": request.client_id,
         "tenant": request.tenant,
         "priority": request.priority,
+        "pool": request.pool,
         "prompt_tokens": request.prompt_len,
         "generated_tokens": sum(choice.generated for choice in request.choices.values()),
         "choices": len(request.choices),
@@ -168,6 +169,7 @@ def _facts(about: dict[str, Any], pieces: Sequence[Interval]) -> str:
         ("longest gap", duration(gaps[0].ms) if gaps else "-", "where it stands out"),
         ("preempted", str(about["preemptions"]), "times"),
         ("class", str(about["priority"]), f"tenant {about['tenant']}" if about["tenant"] else "no tenant"),
+        ("pool", about["pool"] or "-", "of workers"),
     ]
     return "<section class=facts>" + "".join(
         f"<div><span class=soft>{name}</span><b>{_text(value)}</b><span class=soft>{_text(what)}</span></div>"

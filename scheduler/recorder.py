@@ -67,6 +67,7 @@ class FlightRecorder:
             return
         choices = {one.choice: ChoiceTrace(one.choice, one.causes) for one in sequences}
         self._requests[submit.request_id] = record = _trace(submit, now, position, choices)
+        record.pool = next((one.home.key.pool for one in sequences), "")
         self._name(record)
         self._trim()
 

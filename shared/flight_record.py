@@ -134,6 +134,7 @@ class RequestTrace(msgspec.Struct, array_like=True):
     client_id: str = ""  # as in AnswerTrace; known from its submission on
     answer_id: str = ""
     attempt: int = 1  # the first that came to this scheduler: those before it were another one's
+    pool: str = ""  # of workers, that it waited for first
 
     @property
     def live(self) -> bool:

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from headrace.simulate.figures import SECTIONS
+
 DOCS = Path(__file__).parents[2] / "docs"
 
 
@@ -20,6 +22,9 @@ def test_every_flag_exists() -> None:
     blocks = re.findall(r"```sh\n(.*?)```", page, re.S)
     assert len(blocks) >= 6
     for block in blocks:
+        if figures := re.fullmatch(r"headrace simulate figures --only ([a-z-]+) +#.*\n", block):
+            assert figures[1] in SECTIONS
+            continue
         assert block.startswith("headrace simulate ") and set(re.findall(r"--[a-z-]+", block)) <= simulated, block
         for variant in re.findall(r"([a-z-]+)=", block):
             assert f"--{variant}" in simulated or f"--no-{variant}" in simulated, variant

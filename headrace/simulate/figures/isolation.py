@@ -101,8 +101,8 @@ def isolation(bench: Bench) -> list[Section]:
         f"{_LONG_FROM} tokens on; a target ITL of 60 ms",
         "the same core and workers in one pool, chunked prefill and placement as ever",
         Holds.YES if all(better) else Holds.PARTLY if any(better) else Holds.NO,
-        "what is left of the ITL's tail are the short prompts themselves, which wait for few others in either mesh. "
-        "Documents have fewer decodes beside them, and larger chunks" + _beside_fewest(itl, found),
+        "what is left of the ITL's tail are the chunks of short prompts. The documents share fewer workers, with fewer "
+        "decodes beside them: what that is to them at each rate is in the table" + _beside_fewest(itl, found),
     )
     return [Section("Long and short apart", [row, _lending(bench)], table, picture="isolation", draw=draw)]
 
