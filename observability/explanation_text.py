@@ -51,8 +51,8 @@ def lines(
     total = sum(one.ms for one in intervals) or 1.0
     made = [
         f"{about['request_id']}: {duration(total)}, {about['prompt_tokens']:,} prompt tokens, "
-        f"{about['generated_tokens']:,} generated, {about['preemptions']} preemptions, pool {about.get('pool') or '-'}, "
-        f"{'still running' if about['live'] else about['end']}",
+        f"{about['generated_tokens']:,} generated, {about['preemptions']} preemptions, "
+        f"pool {about.get('pool') or '-'}, {'still running' if about['live'] else about['end']}",
         *(f"interrupted: {why}" for why in about.get("interrupted", ())),
         "",
         "where the time went:",
