@@ -21,7 +21,8 @@ EXAMPLES = settings().max_examples
 
 P, D, M = Role.PREFILL, Role.DECODE, Role.MIXED
 SETUPS: dict[str, tuple[object, ...]] = {
-    "roles": ((P, D), (P, D), (M, M), (P, D, D), (P, P, D), (P, D, M), (M, M, M), (D, D)),
+    "roles": ((P, D), (P, D), (M, M), (P, D, D), (P, P, D), (P, D, M), (M, M, M), (D, D), (P, P, D, D)),
+    "pools": ("", "", "", "short:-12,long:13-"),
     "max_num_seqs": (6, 5, 4, 3, 2, 1),
     "budget": (16, 64, 64, *range(6, 41)),
     "chunk": (16, 8, 4, 1),
@@ -124,12 +125,14 @@ def drive(setup: dict[str, object], ops: list[object]) -> MovingBox:
         admission_watermark=setup["watermark"],  # type: ignore[arg-type]
         max_arrivals=setup["max_arrivals"],  # type: ignore[arg-type]
         min_prefill_tokens=1,
+        pools=setup["pools"],  # type: ignore[arg-type]
+        pool_overflow="short>long,long>short" if setup["pools"] else "",
     )
     box = MovingBox(
         limits, "continuous", roles=setup["roles"],  # type: ignore[arg-type]
         us_per_block=setup["us_per_block"],  # type: ignore[arg-type]
         num_blocks=setup["pool_tokens"] // setup["block_size"], max_model_len=64,  # type: ignore[operator]
-        block_size=setup["block_size"], host_blocks=setup["host_blocks"],
+        block_size=setup["block_size"], host_blocks=setup["host_blocks"], adapters=["x", "y"],
     )  # fmt: skip
     count = 0
     for op in ops:
@@ -140,7 +143,7 @@ def drive(setup: dict[str, object], ops: list[object]) -> MovingBox:
                     f"r{count}", op.prompt_len, op.max_tokens, seed=count, n=op.n, arrival_ns=count,
                     ignore_eos=op.ignore_eos, priority=op.priority, salt="s" if op.salted else "",
                     prompt=[(op.family * 100 + i * 7) % VOCAB for i in range(op.prompt_len)], tenant=op.tenant,
-                    beams=op.beams,
+                    beams=op.beams, adapter=("", "", "x", "y")[op.prompt_len % 4],
                 ),
                 box.now + op.deadline_ms * MS if op.deadline_ms else 0,
             )  # fmt: skip
