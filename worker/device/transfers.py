@@ -19,7 +19,7 @@ from worker.transfer.errors import TransferFailed
 from worker.transfer.pages import GROUP_BYTES, Form, Launch, Segment, groups
 
 STAGES = 4
-"""Groups of pages in pinned memory at once, in each direction: each is a transfer's own as long as that goes on. So many
+"""Groups of pages in pinned memory at once, in each direction: each is a transfer's own while that goes on. So many
 fetches go on at once (:data:`worker.transfer.fetches.MOST_AT_ONCE`): none that is to end waits for one."""
 
 

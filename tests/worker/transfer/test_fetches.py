@@ -188,8 +188,9 @@ def test_strangers_and_nonsense_get_nothing(ends: tuple[End, End], said: bytes) 
     host, _, port = address.place.rpartition(":")
     with socket.create_connection((host, int(port)), PATIENCE_S) as stranger:
         stranger.sendall(said.replace(b"KEY", address.key.encode()))
-        stranger.shutdown(socket.SHUT_WR)
-        with contextlib.suppress(ConnectionResetError):  # it need not read all of it
+        with contextlib.suppress(OSError):  # it may have hung up by now, and need not read all of it
+            stranger.shutdown(socket.SHUT_WR)
+        with contextlib.suppress(ConnectionResetError):
             assert stranger.recv(100) == b""
     target.fetch(source, [(1, 2)])
     assert target.answer().reason == "", "it goes on serving"
