@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -54,6 +55,10 @@ def attention(
         scores = torch.cat([scores, sink.float()[:, None, None].expand(-1, n, 1)], -1)
     weights = torch.nan_to_num(scores.softmax(-1))[..., :m]
     return torch.einsum("hqk,khd->qhd", weights, v).to(query.dtype)
+
+
+Part = tuple[slice | int, torch.Tensor, torch.Tensor]
+"""One sequence's rows of the queries, and its keys and values."""
 
 
 class Fake:
@@ -115,6 +120,41 @@ class Fake:
         check(table.dim() == 2 and table.shape[0] == sequences, "block_table must have shape (batch_size, P)")
         check(table.stride(-1) == 1, "block_table must have contiguous last dimension")
 
+    def side_by_side(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor,
+        cu_seqlens_k: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int, paged: bool = False,
+    ) -> tuple[list[slice], list[slice]]:  # fmt: skip
+        """What both varlen functions ask; where each sequence's queries lie, and its keys (unless ``paged``)."""
+        self.heads(q, k, v)
+        check(q.dim() == 3, "q must be (total_q, nheads, headdim)")
+        queries = self.lengths("cu_seqlens_q", cu_seqlens_q, len(q), max_seqlen_q)
+        keys = self.lengths("cu_seqlens_k", cu_seqlens_k, None if paged else len(k), max_seqlen_k)
+        check(len(queries) == len(keys), "cu_seqlens_k must have shape (batch_size + 1)")
+        return slices(cu_seqlens_q, queries), slices(cu_seqlens_k, keys)
+
+    def rows_over_pages(
+        self, rows: Iterable[slice | int], k: torch.Tensor, v: torch.Tensor, tables: torch.Tensor, keys: list[int]
+    ) -> Iterator[Part]:
+        """Each sequence's rows with its keys and values, out of its pages."""
+        for where, table, count in zip(rows, tables, keys, strict=True):
+            yield where, self.paged(k, table, count), self.paged(v, table, count)
+
+    def answer(
+        self, q: torch.Tensor, parts: Iterable[Part],
+        softmax_scale: float | None, causal: bool, window: tuple[int, int], softcap: float,
+        sink: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """Of each part's rows of ``q``, over its keys and values; NaN elsewhere."""
+        scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+        out = torch.full_like(q, math.nan, memory_format=torch.contiguous_format)
+        for where, key, value in parts:
+            out[where] = attention(q[where], key, value, scale, causal, window, softcap, sink)
+        return out
+
+
+def slices(starts: torch.Tensor, sizes: list[int]) -> list[slice]:
+    return [slice(start, start + size) for start, size in zip(starts.tolist(), sizes, strict=False)]
+
 
 class FakeFlash2(Fake):
     """``flash_attn.flash_attn_interface`` of 2.8."""
@@ -140,27 +180,21 @@ class FakeFlash2(Fake):
     ) -> Any:
         assert dropout_p == 0.0
         assert alibi_slopes is None
-        self.heads(q, k, v)
-        check(q.dim() == 3, "q must be (total_q, nheads, headdim)")
-        queries = self.lengths("cu_seqlens_q", cu_seqlens_q, len(q), max_seqlen_q)
-        keys = self.lengths("cu_seqlens_k", cu_seqlens_k, len(k) if block_table is None else None, max_seqlen_k)
-        check(len(queries) == len(keys), "cu_seqlens_k must have shape (batch_size + 1)")
+        queries, keys = self.side_by_side(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, paged=block_table is not None
+        )
         if max_seqlen_q == 1 and q.shape[1] > k.shape[-2] and tuple(window_size) == (-1, -1):
             check(len(q) == len(queries), "shape is invalid for input of this size")  # queries swapped into heads
         if block_table is not None:
             check(k.shape[1] % 256 == 0, "Paged KV cache block size must be divisible by 256")
             self.table(block_table, len(queries))
         self.note("varlen" if block_table is None else "varlen paged", len(q))
-        scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-        out = torch.full_like(q, math.nan, memory_format=torch.contiguous_format)
-        for number in range(len(queries)):
-            first, begin = int(cu_seqlens_q[number]), int(cu_seqlens_k[number])
-            rows = slice(first, first + queries[number])
-            if block_table is None:
-                key, value = (x[begin : begin + keys[number]] for x in (k, v))
-            else:
-                key, value = (self.paged(x, block_table[number], keys[number]) for x in (k, v))
-            out[rows] = attention(q[rows], key, value, scale, causal, window_size, softcap)
+        parts: Iterable[Part]
+        if block_table is None:
+            parts = ((rows, k[own], v[own]) for rows, own in zip(queries, keys, strict=True))
+        else:
+            parts = self.rows_over_pages(queries, k, v, block_table, [own.stop - own.start for own in keys])
+        out = self.answer(q, parts, softmax_scale, causal, window_size, softcap)
         return (out, None, None) if return_attn_probs else out
 
     def flash_attn_with_kvcache(
@@ -194,15 +228,8 @@ class FakeFlash2(Fake):
         self.table(block_table, len(q))
         keys = self.int32s("seqlens_k", cache_seqlens, len(q))
         self.note("kvcache", len(q) * q.shape[1])
-        scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-        out = torch.stack([
-            attention(
-                q[row],
-                *(self.paged(x, block_table[row], keys[row]) for x in (k_cache, v_cache)),
-                scale, causal, window_size, softcap,
-            )
-            for row in range(len(q))
-        ])  # fmt: skip
+        parts = self.rows_over_pages(range(len(q)), k_cache, v_cache, block_table, keys)
+        out = self.answer(q, parts, softmax_scale, causal, window_size, softcap)
         return (out, None) if return_softmax_lse else out
 
 
@@ -240,19 +267,10 @@ class FakeFlash3(Fake):
         return_attn_probs: bool = False,
     ) -> Any:
         assert seqused_q is seqused_k is qv is q_descale is k_descale is v_descale is None
-        self.heads(q, k, v)
-        check(q.dim() == 3, "q must be (total_q, nheads, headdim)")
-        queries = self.lengths("cu_seqlens_q", cu_seqlens_q, len(q), max_seqlen_q)
-        keys = self.lengths("cu_seqlens_k", cu_seqlens_k, len(k), max_seqlen_k)
-        check(len(queries) == len(keys), "cu_seqlens_k must have shape (batch_size + 1)")
+        queries, keys = self.side_by_side(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
         self.note("varlen", len(q))
-        scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-        out = torch.full_like(q, math.nan, memory_format=torch.contiguous_format)
-        for number, (first, begin) in enumerate(
-            zip(cu_seqlens_q[:-1].tolist(), cu_seqlens_k[:-1].tolist(), strict=True)
-        ):
-            rows, held = slice(first, first + queries[number]), slice(begin, begin + keys[number])
-            out[rows] = attention(q[rows], k[held], v[held], scale, causal, window_size, softcap)
+        parts = ((rows, k[own], v[own]) for rows, own in zip(queries, keys, strict=True))
+        out = self.answer(q, parts, softmax_scale, causal, window_size, softcap)
         return (out, None) if return_attn_probs else out
 
     def flash_attn_with_kvcache(
@@ -299,19 +317,12 @@ class FakeFlash3(Fake):
         sequences = len(q) if cu_seqlens_q is None else len(cu_seqlens_q) - 1
         self.table(page_table, sequences)
         keys = self.int32s("seqused_k", cache_seqlens, sequences)
-        scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-        out = torch.full_like(q, math.nan, memory_format=torch.contiguous_format)
+        rows: Iterable[slice | int] = range(sequences)
         if cu_seqlens_q is not None:
-            sizes = self.lengths("cu_seqlens_q", cu_seqlens_q, len(q), max_seqlen_q)
+            rows = slices(cu_seqlens_q, self.lengths("cu_seqlens_q", cu_seqlens_q, len(q), max_seqlen_q))
         self.note("kvcache" if cu_seqlens_q is None else "kvcache varlen", q.shape[:-2].numel())
-        for number in range(sequences):
-            key, value = (self.paged(x, page_table[number], keys[number]) for x in (k_cache, v_cache))
-            if cu_seqlens_q is None:
-                out[number] = attention(q[number], key, value, scale, causal, window_size, softcap)
-            else:
-                first = int(cu_seqlens_q[number])
-                rows = slice(first, first + sizes[number])
-                out[rows] = attention(q[rows], key, value, scale, causal, window_size, softcap)
+        parts = self.rows_over_pages(rows, k_cache, v_cache, page_table, keys)
+        out = self.answer(q, parts, softmax_scale, causal, window_size, softcap)
         return (out, None) if return_softmax_lse else out
 
 
@@ -380,23 +391,15 @@ class FakeFlash4(Fake):
             assert self.arch // 10 in (9, 10, 11), "Learnable sink is not supported in this kernel"
             assert learnable_sink.shape == (q.shape[-2],)
         window = (-1 if window_size[0] is None else window_size[0], -1 if window_size[1] is None else window_size[1])
-        scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-        queries = [1] * batch_size
+        rows: Iterable[slice | int] = range(batch_size)
         if cu_seqlens_q is not None:
-            queries = self.lengths("cu_seqlens_q", cu_seqlens_q, len(q), max_seqlen_q)
+            rows = slices(cu_seqlens_q, self.lengths("cu_seqlens_q", cu_seqlens_q, len(q), max_seqlen_q))
         kind = "varlen" if page_table is None else "rows paged" if cu_seqlens_q is None else "varlen paged"
         self.note(kind, q.shape[:-2].numel())
-        out = torch.full_like(q, math.nan, memory_format=torch.contiguous_format)
-        for number in range(batch_size):
-            if page_table is not None:
-                key, value = (self.paged(x, page_table[number], keys[number]) for x in (k, v))
-            else:
-                assert cu_seqlens_k is not None
-                begin = int(cu_seqlens_k[number])
-                key, value = (x[begin : begin + keys[number]] for x in (k, v))
-            where: Any = number
-            if cu_seqlens_q is not None:
-                first = int(cu_seqlens_q[number])
-                where = slice(first, first + queries[number])
-            out[where] = attention(q[where], key, value, scale, causal, window, softcap, learnable_sink)
-        return out, None
+        parts: Iterable[Part]
+        if page_table is not None:
+            parts = self.rows_over_pages(rows, k, v, page_table, keys)
+        else:
+            assert cu_seqlens_k is not None
+            parts = ((where, k[own], v[own]) for where, own in zip(rows, slices(cu_seqlens_k, keys), strict=True))
+        return self.answer(q, parts, softmax_scale, causal, window, softcap, learnable_sink), None
