@@ -4,7 +4,7 @@
 # make fuzz    random loads for the scheduler's invariants, then random faults for the whole mesh on virtual time
 #              (the nightly run): SECONDS=600 of the latter, or ARGS="--first N --count N", ARGS="--seed N -v"
 #
-# make gpu-kernels   every Triton kernel compiled for sm_80 and sm_90, no GPU needed: registers, shared memory, spills
+# make gpu-kernels   every Triton kernel compiled for sm_80 to sm_90, no GPU needed: registers, shared memory, spills
 #              (nightly; `make test` compiles a few): ARGS="--only attention --arch sm_90 --json FILE"
 #
 # PYTHON: the interpreter to build on (3.11 or newer). TORCH_INDEX: see compose/install-torch.sh.
