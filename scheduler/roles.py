@@ -22,15 +22,15 @@ LOOK_NS = 1_000_000_000
 """Between two looks."""
 
 SILENT_NS = 10_000_000_000
-"""A leader that has just begun may not have heard of every worker: it changes nothing for so long."""
+"""A leader that has just begun may not have heard of every worker."""
 
 _USUAL_PROMPT = 512
 
 
 class RolePlanner:
-    """Of one time of leading. Workers that were started as mixed ones stay so."""
+    """Of one time of leading. Workers that were started as mixed ones stay so. It changes nothing for ``silent_ns``."""
 
-    def __init__(self, core: SchedulerCore, policy: RolePolicy, silent_ns: int = SILENT_NS) -> None:
+    def __init__(self, core: SchedulerCore, policy: RolePolicy, silent_ns: int = 0) -> None:
         self._core = core
         self._policy = policy
         self._silent_ns = silent_ns
@@ -94,7 +94,7 @@ class Roles:
     def __init__(self, core: SchedulerCore, metrics: SchedulerMetrics, policy: RolePolicy) -> None:
         self._core = core
         self._metrics = metrics
-        self._planner = RolePlanner(core, policy)
+        self._planner = RolePlanner(core, policy, SILENT_NS)
 
     def tick(self, now: int) -> list[CoreEvent]:
         events: list[CoreEvent] = []

@@ -60,7 +60,7 @@ class Simulation:
         self.now = 0
         self.measured = Measurements(population)
         self._fetches = Fetches(link or Link(), self._call_at, self._answer_fetch)
-        self._planner = RolePlanner(core, plan_roles, silent_ns=0) if plan_roles is not None else None
+        self._planner = RolePlanner(core, plan_roles) if plan_roles is not None else None
         self._population = population
         self._requests = population.requests
         self._links = {worker.name: _Link(worker) for worker in workers}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 from in_process_bus import InProcessBus, InProcessClient
@@ -135,10 +136,12 @@ class ServiceMesh:
         self.nodes.append(node)
         return node
 
-    async def worker(self, name: str = "w", incarnation: int = 1, runner: SimulatedRunner | None = None) -> Node:
+    async def worker(
+        self, name: str = "w", incarnation: int = 1, runner: SimulatedRunner | None = None, **options: Any
+    ) -> Node:
         node = Node(InProcessClient(self.bus))
         metrics = WorkerMetrics(CollectorRegistry(), "m")
-        service = WorkerService(WorkerConfig(), name, incarnation, node.client, node.client, metrics, OFF)
+        service = WorkerService(WorkerConfig(**options), name, incarnation, node.client, node.client, metrics, OFF)
         await service.listen()
         node.task = asyncio.create_task(service.run(node.stop))
         service.attach(runner or SimulatedRunner(CAPACITY, StepTime(300.0)))

@@ -6,8 +6,11 @@ import logging
 
 import pytest
 from mesh_in_a_box import Box, capacity, request
+from mesh_stack import until
 from prometheus_client import CollectorRegistry
+from service_mesh import ServiceMesh, run
 
+from scheduler import roles as scheduler_roles
 from scheduler.config import SchedulerConfig
 from scheduler.core.core import SchedulerCore
 from scheduler.core.limits import Limits
@@ -61,13 +64,13 @@ def test_pools_are_planned_apart() -> None:
     core = SchedulerCore(Limits(max_num_seqs=4, max_num_batched_tokens=16))
     for index, (pool, role) in enumerate([("a", Role.PREFILL), ("a", Role.DECODE), ("b", Role.DECODE)]):
         core.worker_up(f"w{index}", 1, capacity(pool=pool, role=role), 0)
-    assert RolePlanner(core, POLICY, silent_ns=0).tick(S) == [("w2", Role.MIXED)], "alone in its pool it does both"
+    assert RolePlanner(core, POLICY).tick(S) == [("w2", Role.MIXED)], "alone in its pool it does both"
 
 
 def test_one_that_drains_is_not_counted_on() -> None:
     core = mesh(Role.PREFILL, Role.DECODE, Role.DECODE)
     core.worker_draining("w0")
-    assert RolePlanner(core, POLICY, silent_ns=0).tick(S) == [("w1", Role.PREFILL)]
+    assert RolePlanner(core, POLICY).tick(S) == [("w1", Role.PREFILL)]
 
 
 def test_what_is_seen_of_a_worker() -> None:
@@ -76,7 +79,7 @@ def test_what_is_seen_of_a_worker() -> None:
     for index in range(2):
         box.submit(request(f"r{index}", prompt_len=40, max_tokens=20))
     worker = box.core.workers["w0"]
-    planner = RolePlanner(box.core, POLICY, silent_ns=0)
+    planner = RolePlanner(box.core, POLICY)
     box.step()
     member = planner._member(worker)
     assert member.decodes == 0 and member.sequences == 2 and worker.prompts_us > 0
@@ -107,3 +110,25 @@ def test_steps_longer_than_the_target_are_more_than_one_workers_work() -> None:
 def test_the_option_turns_it_on() -> None:
     assert SchedulerConfig().roles() is None
     assert SchedulerConfig(plan_roles=True).roles() == RolePolicy()
+
+
+def test_a_leader_gives_its_workers_their_roles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two decode workers, one of which is to compute prompts; then it is left alone, and does both."""
+    monkeypatch.setattr(scheduler_roles, "SILENT_NS", 0)
+
+    async def scenario(mesh: ServiceMesh) -> None:
+        scheduler = await mesh.scheduler()
+        _, second = [await mesh.worker(name, role="decode", transfer_host="off") for name in ("first", "second")]
+
+        def roles() -> list[Role]:
+            return sorted(one.role for one in scheduler.service.core.workers.values())
+
+        await until(lambda: roles() == [Role.DECODE, Role.PREFILL], "one of each", 20)
+        await mesh.submit(scheduler, "r")
+        await mesh.ended("r")
+        await second.end()
+        await until(lambda: roles() == [Role.MIXED], "the first to do both", 20)
+        await mesh.submit(scheduler, "s")
+        await mesh.ended("s")
+
+    run(scenario, plan_roles=True)
