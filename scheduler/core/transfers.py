@@ -28,7 +28,7 @@ MOST_FAILED = 3
 """Moves of one sequence; then it stays where it is."""
 
 HANDED_PER_PLAN = 4
-"""Moves that a prefill worker begins in one plan."""
+"""Sequences for which a prefill worker looks for a place in one plan."""
 
 BALANCED_AT_ONCE = 2
 """Moves for want of blocks that go on from one worker."""
@@ -64,16 +64,15 @@ class Transfers:
         if worker.draining or worker.trial or not worker.capacity.transfer:
             return
         if worker.role is Role.PREFILL:
-            begun = 0
-            for sequence in worker.running:
-                if begun == HANDED_PER_PLAN:
-                    break
-                # Before half of it is computed nothing is held for it elsewhere: it may stand behind others.
-                computed = 2 * sequence.scheduled >= len(sequence.tokens)
-                if computed and sequence.home.key == worker.serves and self.may_move(worker, sequence):
-                    if not self.begin(worker, sequence, peers, Why.ROLE, now):
-                        break  # there is no room for it, nor most likely for those after it
-                    begun += 1
+            # Before half of it is computed nothing is held for it elsewhere: it may stand behind others.
+            ready = [
+                one for one in worker.running
+                if one.move is None and 2 * one.scheduled >= len(one.tokens) and one.home.key == worker.serves
+                and self.may_move(worker, one)
+            ]  # fmt: skip
+            first = 0 if len(ready) <= HANDED_PER_PLAN else worker.next_step % len(ready)
+            for sequence in (ready[first:] + ready[:first])[:HANDED_PER_PLAN]:  # in turn: some may fit nowhere
+                self.begin(worker, sequence, peers, Why.ROLE, now)
         elif self._limits.balance and worker.pool.num_free < len(worker.running):
             self._balance(worker, peers, now)
 

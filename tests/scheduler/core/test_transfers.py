@@ -292,3 +292,17 @@ def test_nothing_moves_without_a_way() -> None:
     finished(box)
     assert not moved(box)
     assert {plan.worker for plan in box.plans if plan.starts} == {"w0", "w1"}, "both do both"
+
+
+def test_sequences_that_fit_nowhere_else_hold_nobody_up() -> None:
+    box = box_of(PREFILL, DECODE)
+    box.crash("w1")
+    box.capacities["w1"] = msgspec.structs.replace(box.capacities["w1"], num_blocks=10)
+    box.beat("w1")
+    rounds(box, 2)
+    for number in range(6):
+        box.submit(request(f"long{number}", 20, 26, arrival_ns=number))
+    rounds(box, 3)
+    box.submit(request("short", 8, 12, arrival_ns=9))
+    finished(box)
+    assert {one.sequence.request_id for one in moved(box)} == {"short"}
