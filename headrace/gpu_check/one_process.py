@@ -32,14 +32,19 @@ class ServingFailed(RuntimeError):
 
 
 class OneProcess:
-    """``encoded``: plans and results are made bytes and thrown away, as they would be on a bus."""
+    """``encoded``: plans and results are made bytes and thrown away, as they would be on a bus. ``adapters``: LoRA
+    adapters that requests have in turn; empty: none."""
 
-    def __init__(self, runner: Runner, limits: Limits, policy: str = "continuous", *, encoded: bool = True) -> None:
+    def __init__(
+        self, runner: Runner, limits: Limits, policy: str = "continuous", *, encoded: bool = True,
+        adapters: Sequence[str] = (),
+    ) -> None:  # fmt: skip
         capacity = runner.capacity
         self._core = SchedulerCore(limits, policy)
         self._limits = limits
         self._model = capacity.model
         self._encoded = encoded
+        self._adapters = adapters
         self._done: queue.SimpleQueue[Executed] = queue.SimpleQueue()
         batch = Batch(
             capacity.block_size, capacity.num_blocks, capacity.max_model_len, frozenset(capacity.eos_token_ids)
@@ -98,7 +103,10 @@ class OneProcess:
         now_s = time.perf_counter()
         sampling = Sampling(seed=number, max_tokens=shot.max_tokens, temperature=temperature, ignore_eos=True)
         prompt = pack_tokens(shot.prompt)
-        submit = Submit(request_id, 1, GATEWAY, self._model, prompt, sampling, time.monotonic_ns())
+        adapter = self._adapters[number % len(self._adapters)] if self._adapters else ""
+        submit = Submit(
+            request_id, 1, GATEWAY, self._model, prompt, sampling, time.monotonic_ns(), adapter=adapter
+        )  # fmt: skip
         reply = self._core.submit(submit, time.monotonic_ns())
         if reply.outcome is not Outcome.ACCEPTED:
             raise ServingFailed(f"a request was refused: {reply.outcome.value}: {reply.reason}")

@@ -23,6 +23,7 @@ from worker.device.runner import DeviceRunner
 from worker.device.trial import DenseAttention
 from worker.grammar import Grammars
 from worker.kv_cache import bytes_per_token
+from worker.lora_files import Adapter
 
 BLOCK_SIZE = 16
 GRAPH_ROWS = 128
@@ -43,7 +44,7 @@ class Made:
 @contextmanager
 def made(
     rig: Rig, shape: Shape, *, max_model_len: int, module: Any = None, num_blocks: int | None = None,
-    graphs: bool = True, batch_invariant: bool = False, served_name: str = "check",
+    graphs: bool = True, batch_invariant: bool = False, served_name: str = "check", adapters: Sequence[Adapter] = (),
 ) -> Iterator[Made]:  # fmt: skip
     """A runner of ``module`` (default: new random weights in the type that is served) with pages full of random
     numbers: ``num_blocks``, or as many as fit. Its memory is given back at the end."""
@@ -52,7 +53,7 @@ def made(
     dtype: torch.dtype = module.dtype
     prepared = prepare(
         shape.name, module, rig.device, lambda *task: _kernel(rig, task, batch_invariant), block_size=BLOCK_SIZE,
-        batch_invariant=batch_invariant, longest=max_model_len,
+        batch_invariant=batch_invariant, longest=max_model_len, adapters=adapters,
     )  # fmt: skip
     del module
     runner = _runner(rig, prepared, dtype, max_model_len, num_blocks, graphs, served_name)
@@ -108,6 +109,7 @@ def _runner(
         dtype=str(dtype).removeprefix("torch."),
         kv_bytes_per_token=token_bytes,
         grammars=False,
+        adapters=list(prepared.loaded.adapters),
     )
     return DeviceRunner(
         model, port_of(rig), capacity, Grammars(_no_tokenizer), graph_rows=GRAPH_ROWS if graphs else 0,

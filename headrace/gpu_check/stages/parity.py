@@ -24,11 +24,13 @@ from headrace.gpu_check.shapes import SMALL, TINY, Shape
 from scheduler.core.limits import Limits
 from worker.attention import ATTENTION_NAME
 from worker.device.load import random_model
+from worker.lora_files import Adapter, LowRank
 
 NEAR_TIE = 1e-3
 ROUNDING = {torch.bfloat16: 2.0**-5, torch.float16: 2.0**-8, torch.float32: NEAR_TIE}
 """Of logits of a size of about 3, after some layers in the type."""
 
+ADAPTER_RANK = 8
 STD = 0.06
 """Of the weights, about ``hidden ** -0.5``."""
 
@@ -75,6 +77,56 @@ def run(rig: Rig) -> None:
             **({"gap": found.gap} if found.ties else {}),
         )  # fmt: skip
         rig.check(label, not found.wrong and found.tokens > 0, found.detail)
+    _with_adapters(rig, shape, weights, shots)
+
+
+def _with_adapters(rig: Rig, shape: Shape, weights: Any, shots: Sequence[Shot]) -> None:
+    """Requests with LoRA adapters, each in turn with another or with none, against models that have them merged in."""
+    dtype = weights.dtype
+    label = f"LoRA adapters, {str(dtype).removeprefix('torch.')}"
+    if not rig.more(f"{label} was compared"):
+        return
+    rig.progress(label)
+    adapters = [_random_adapter(weights, name) for name in ("one", "two")]
+    got = _served(rig, shape, _copy(weights, dtype, ATTENTION_NAME), shots, {"adapters": adapters}, ["", "one", "two"])
+    all_found = Compared()
+    for place, adapter in enumerate([None, *adapters]):
+        merged = _merged(_copy(weights, dtype, "sdpa"), adapter)
+        exact = _merged(_copy(weights, torch.float64, "eager"), adapter)
+        mine = shots[place::3]
+        found = _against(exact, mine, [_generated(merged, shot) for shot in mine], got[place::3])
+        all_found = Compared(
+            all_found.tokens + found.tokens, all_found.equal + found.equal, all_found.ties + found.ties,
+            all_found.wrong + found.wrong, min(all_found.gap, found.gap), found.detail or all_found.detail,
+        )  # fmt: skip
+    rig.row(
+        path=label, sequences=len(shots), tokens=all_found.tokens, equal=all_found.equal, ties=all_found.ties, note="",
+        **({"gap": all_found.gap} if all_found.ties else {}),
+    )  # fmt: skip
+    rig.check(label, not all_found.wrong and all_found.tokens > 0, all_found.detail)
+
+
+def _random_adapter(module: Any, name: str) -> Adapter:
+    """Of every linear layer in the blocks, with changes of about a sixth of its weights."""
+    generator = torch.Generator().manual_seed(sum(name.encode()))
+    changes = {}
+    for path, linear in module.named_modules():
+        if isinstance(linear, torch.nn.Linear) and linear is not module.get_output_embeddings():
+            down, up = (
+                STD * torch.randn(shape, generator=generator, dtype=torch.float64).to(module.dtype)
+                for shape in ((ADAPTER_RANK, linear.in_features), (linear.out_features, ADAPTER_RANK))
+            )
+            changes[path] = LowRank(down, up)
+    return Adapter(name, changes)
+
+
+def _merged(module: Any, adapter: Adapter | None) -> Any:
+    """``module`` itself, changed for good."""
+    with torch.no_grad():
+        for path, change in adapter.changes.items() if adapter is not None else ():
+            weight = module.get_submodule(path).weight
+            weight += (change.up.double() @ change.down.double()).to(weight)
+    return module
 
 
 def _shots(rig: Rig, vocabulary: int) -> list[Shot]:
@@ -114,13 +166,15 @@ def _copy(module: Any, dtype: torch.dtype, attention: str) -> Any:
     return copied
 
 
-def _served(rig: Rig, shape: Shape, module: Any, shots: Sequence[Shot], options: dict[str, Any]) -> list[list[int]]:
-    """All at once, in chunks that share steps with decodes, by the scheduler's own core."""
+def _served(
+    rig: Rig, shape: Shape, module: Any, shots: Sequence[Shot], options: dict[str, Any], adapters: Sequence[str] = ()
+) -> list[list[int]]:
+    """All at once, in chunks that share steps with decodes, by the scheduler's own core; in turn with ``adapters``."""
     chunk = 16 if rig.rehearsal else 128
     limits = Limits(max_num_seqs=8, max_num_batched_tokens=2 * chunk, prefill_chunk_limit=chunk)
     with (
         made(rig, shape, module=module, max_model_len=1024, num_blocks=800, **options) as model,
-        closing(OneProcess(model.runner, limits)) as serving,
+        closing(OneProcess(model.runner, limits, adapters=adapters)) as serving,
     ):
         serving.serve(shots, concurrency=len(shots))
         return [serving.tokens[f"check-{index}"] for index in range(len(shots))]
