@@ -154,6 +154,8 @@ class WorkerService:
             await asyncio.to_thread(self._loop.stop)
         if self._exchange is not None:
             await asyncio.to_thread(self._exchange.close)
+        elif self._listening is not None:  # it was told to stop while it loaded
+            self._listening.close()
         if self._followers is not None:
             await asyncio.to_thread(self._followers.close)
 

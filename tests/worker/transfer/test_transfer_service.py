@@ -166,6 +166,18 @@ def test_a_sequence_goes_on_where_its_pages_were_fetched_to() -> None:
     run(scenario)
 
 
+def test_a_worker_that_stops_while_it_loads_listens_no_more() -> None:
+    async def body() -> None:
+        worker = Worker("a", 7)
+        await worker.service.listen()
+        worker.stop.set()
+        await worker.service.run(worker.stop)
+        listening = worker.service._listening
+        assert listening is not None and [bound.fileno() for bound in listening.sockets] == [-1, -1]
+
+    asyncio.run(asyncio.wait_for(body(), 60))
+
+
 def test_a_fetch_that_fails_is_answered_and_harms_nothing_else() -> None:
     async def scenario(a: Worker, b: Worker) -> None:
         await prefill(a)
