@@ -17,8 +17,8 @@ from scheduler.core.state import QueueState
 from shared.messages import Capacity, Outcome, Submit
 from shared.pool_name import DEFAULT_POOL
 
-_GIVEN_AWAY = frozenset((Outcome.NO_WORKER, Outcome.TOO_LONG, Outcome.NEVER_FITS))
-"""Verdicts after which another pool is asked, where the rules name one."""
+_GIVEN_AWAY = frozenset((Outcome.NO_WORKER, Outcome.TOO_LONG, Outcome.NEVER_FITS, Outcome.UNKNOWN_MODEL))
+"""Verdicts after which another pool is asked, where the rules name one. (What is not known is the adapter.)"""
 
 Queues = Mapping[QueueKey, QueueState]
 
@@ -33,6 +33,14 @@ class Routed:
     tokens: list[int] = field(default_factory=list)  # of the prompt
 
 
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """``pools`` in the order in which they are asked; ``alike``: any of them will do."""
+
+    pools: list[str]
+    alike: bool = False
+
+
 def route(submit: Submit, queues: Queues, rules: PoolRules, limits: Limits) -> Routed:
     """Where the request goes, and whether it is taken there."""
     pools = {key.pool: state for key, state in queues.items() if key.model == submit.model}
@@ -43,9 +51,9 @@ def route(submit: Submit, queues: Queues, rules: PoolRules, limits: Limits) -> R
     if isinstance(wanted, Routed):
         return wanted
     first: Routed | None = None
-    for pool in wanted:
+    for pool in wanted.pools:
         routed = _judged(submit, pool, pools, limits)
-        if routed.outcome not in _GIVEN_AWAY:
+        if routed.outcome not in _GIVEN_AWAY and not (wanted.alike and routed.outcome is Outcome.QUEUE_FULL):
             return routed
         first = first or routed
     assert first is not None, "some pool was wanted"
@@ -74,8 +82,8 @@ def _nobody(submit: Submit, pool: str) -> str:
     return f"no live worker of the pool {pool!r} serves the model {submit.model!r}"
 
 
-def _wanted(submit: Submit, pools: Mapping[str, QueueState], rules: PoolRules) -> list[str] | Routed:
-    """Pools in the order in which they are asked; or a refusal.
+def _wanted(submit: Submit, pools: Mapping[str, QueueState], rules: PoolRules) -> _Wanted | Routed:
+    """The pools that are asked, or a refusal.
 
     A resumed request may ask for a pool that its new leader has not met yet.
     """
@@ -87,17 +95,17 @@ def _wanted(submit: Submit, pools: Mapping[str, QueueState], rules: PoolRules) -
         if rules.too_long_for(submit.pool, length):
             most = rules.ranges[submit.pool].high
             return Routed(Outcome.TOO_LONG, f"the prompt has {length} tokens; the pool {submit.pool!r} takes {most}")
-        return [submit.pool, *rules.overflow.get(submit.pool, ())]
+        return _Wanted([submit.pool, *rules.overflow.get(submit.pool, ())])
     having = pools
     if submit.adapter:  # a pool may be there for its adapters
         having = {pool: state for pool, state in pools.items() if _has_adapter(state, submit.adapter)} or pools
     by_length = rules.by_length(length) if any(pool in rules.ranges for pool in pools) else None
     any_of = _by_backlog(having, (pool for pool in having if not rules.too_long_for(pool, length)))
     if by_length is not None and (by_length in having or having is pools or not any_of):
-        return [by_length, *rules.overflow.get(by_length, ())]
+        return _Wanted([by_length, *rules.overflow.get(by_length, ())])
     if not any_of:
         return Routed(Outcome.TOO_LONG, f"the prompt has {length} tokens; no pool of {submit.model!r} takes so many")
-    return any_of
+    return _Wanted(any_of, alike=True)
 
 
 def _by_backlog(pools: Mapping[str, QueueState], names: Iterable[str]) -> list[str]:

@@ -61,7 +61,7 @@ def test_any_text_is_read_or_refused(pools: str, overflow: str, lend: str) -> No
         assert str(error)
 
 
-def mesh(workers: str, **more: str) -> Box:
+def mesh(workers: str, **more: object) -> Box:
     """Workers of these pools, with the adapters after a slash, in order."""
     limits = Limits(max_num_seqs=4, max_num_batched_tokens=16, prefill_chunk_limit=8, **more)  # type: ignore[arg-type]
     box = Box(limits, workers=0)
@@ -148,6 +148,15 @@ def test_without_a_range_any_pool_takes_it_but_one_of_shorter_prompts() -> None:
     )
 
 
+def test_a_full_pool_passes_on_only_what_any_pool_may_take() -> None:
+    box = mesh("a b", pools="a,b", pool_overflow="a>b", max_num_queued_reqs=1)
+    assert [submit(box, name, 4).outcome for name in "xyz"] == [Outcome.ACCEPTED, Outcome.ACCEPTED, Outcome.QUEUE_FULL]
+    assert submit(box, "asks", 4, "a").outcome is Outcome.QUEUE_FULL
+    box.step("w0")
+    assert submit(box, "asks", 4, "b").outcome is Outcome.QUEUE_FULL, "a has room, and was not asked for"
+    assert submit(box, "long", 30).outcome is Outcome.ACCEPTED and where(box, "long") == "a"
+
+
 def test_a_model_without_pools_keeps_its_one_queue_beside_the_ranges_of_others() -> None:
     box = mesh("default", pools=POOLS)
     assert submit(box, "r", 30).outcome is Outcome.ACCEPTED and where(box, "r") == "default"
@@ -159,5 +168,7 @@ def test_a_pool_may_be_there_for_its_adapters() -> None:
     assert submit(box, "plain", 4).outcome is Outcome.ACCEPTED and where(box, "plain") == "chat"
     assert submit(box, "unknown", 4, adapter="y").outcome is Outcome.UNKNOWN_MODEL
     assert submit(mesh("chat/x", pools=POOLS), "r", 30, adapter="x").outcome is Outcome.NO_WORKER
+    ruled = mesh("chat/x long", pools=POOLS, pool_overflow="long>chat")
+    assert submit(ruled, "r", 30, adapter="x").outcome is Outcome.ACCEPTED and where(ruled, "r") == "chat", "by rule"
     ranged = mesh("chat/x long/x", pools=POOLS)
     assert submit(ranged, "r", 30, adapter="x").outcome is Outcome.ACCEPTED and where(ranged, "r") == "long"
