@@ -176,6 +176,8 @@ class Dispatch:
         self.look_for_losses()
         self.ledger.take(record)
         self._own(record)
+        record.owner.came_s = self._clock.read(time.monotonic())
+        record.owner.moves += record.resuming
         if record.resuming:
             self.offers.resume(record)
 
@@ -186,7 +188,7 @@ class Dispatch:
         flight = record.owner.flight
         if flight.over:
             return
-        if self._overdue(record, now_s, self._config.resume_timeout_s):
+        if self._overdue(record, now_s):
             self._give_up(record, reason)
             return
         self._metrics.resumes.labels(cause).inc()
@@ -194,9 +196,8 @@ class Dispatch:
         record.suspend(cause, reason, now_s)
         self.offers.resume(record)
 
-    def _overdue(self, record: RequestRecord[Part], now_s: float, limit_s: float) -> bool:
-        """Whether it was interrupted longer ago than that, and has not gone on since."""
-        return record.interrupted_s is not None and now_s - record.interrupted_s > limit_s
+    def _overdue(self, record: RequestRecord[Part], now_s: float) -> bool:
+        return record.interrupted_s is not None and now_s - record.interrupted_s > self._config.resume_timeout_s
 
     def _give_up(self, record: RequestRecord[Part], reason: str) -> None:
         within = f"{self._config.resume_timeout_s:g} s"
@@ -208,6 +209,7 @@ class Dispatch:
         paused_s = record.go_on(self._clock.read(now_s))
         if paused_s is None:
             return
+        record.owner.moves = 0
         self._metrics.interruption_seconds.observe(paused_s)
         if self._tracing is not None:
             now_ns = time.time_ns()
@@ -325,15 +327,15 @@ class Dispatch:
         for record in self.ledger:
             if not (record.epoch or record.resuming):
                 continue  # offered for the first time, by somebody who has a patience of his own
-            away = silence_s > config.mesh_away_s or (
-                not record.epoch and self._overdue(record, now_s, config.mesh_away_s)
-            )
-            if away and self.offers.elsewhere(record):
-                continue
+            waits_s = 0.0 if record.epoch or record.interrupted_s is None else now_s - record.interrupted_s
             if silence_s > config.resume_timeout_s:
                 self._give_up(record, "the scheduler is silent")
-            elif not record.epoch and self._overdue(record, now_s, config.resume_timeout_s):
+            elif waits_s > config.resume_timeout_s:
                 self._give_up(record, record.trouble)
+            elif (
+                waits_s > config.mesh_away_s or silence_s > max(config.mesh_away_s, config.scheduler_stale_s)
+            ) and now_s - record.owner.came_s > config.mesh_away_s * 2**record.owner.moves:
+                self.offers.elsewhere(record)
 
     def beat(self) -> GatewayBeat:
         live = self.ledger.live()

@@ -50,6 +50,8 @@ class Part:
     offered: bool = False  # in the hands of whoever offers it for the first time
     resume: asyncio.Task[None] | None = None  # in whose hands it is to be resumed
     mesh: str = ""  # that it is in
+    came_s: float = 0.0  # when it came there from another one, by the dispatch's clock; 0: it was there from the first
+    moves: int = 0  # of an open request, from mesh to mesh since its last progress: each is given twice the time
     refused_by: tuple[str, ...] = ()  # meshes that would not take it
 
 

@@ -12,13 +12,15 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent.parent), str(HERE.parent)]
 
-from schedules import random_mesh, random_moves  # noqa: E402
+from schedules import random_mesh, random_meshes, random_moves  # noqa: E402
 from simulated_mesh import Violation  # noqa: E402
 
+KINDS = {"": random_mesh, "moves": random_moves, "meshes": random_meshes}
 
-def run_one(seed: int, moves: bool) -> str:
+
+def run_one(seed: int, kind: str) -> str:
     """Empty, or what went wrong."""
-    mesh = (random_moves if moves else random_mesh)(seed)
+    mesh = KINDS[kind](seed)
     try:
         mesh.run()
     except Violation as violation:
@@ -28,8 +30,8 @@ def run_one(seed: int, moves: bool) -> str:
     return ""
 
 
-def replay(seed: int, verbose: bool, moves: bool) -> int:
-    mesh = (random_moves if moves else random_mesh)(seed, verbose)
+def replay(seed: int, verbose: bool, kind: str) -> int:
+    mesh = KINDS[kind](seed, verbose)
     failure = ""
     try:
         mesh.run()
@@ -42,13 +44,13 @@ def replay(seed: int, verbose: bool, moves: bool) -> int:
     return int(bool(failure))
 
 
-def work(first: int, stride: int, count: int, seconds: float, moves: bool, results: multiprocessing.Queue) -> None:
+def work(first: int, stride: int, count: int, seconds: float, kind: str, results: multiprocessing.Queue) -> None:
     gc.disable()
     began = time.monotonic()
     cpu = time.process_time()
     seed, done, failures = first, 0, 0
     while (not count or done < count) and (not seconds or time.monotonic() - began < seconds):
-        failure = run_one(seed, moves)
+        failure = run_one(seed, kind)
         done += 1
         seed += stride
         if failure:
@@ -64,14 +66,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="tests/deterministic", description=__doc__)
     parser.add_argument("--seed", type=int, help="run this schedule alone, and say what happened")
     parser.add_argument("-v", "--verbose", action="store_true", help="with --seed: every message and fault")
-    parser.add_argument("--moves", action="store_true", help="schedules in which sequences move between workers")
+    kinds = parser.add_mutually_exclusive_group()
+    for name, text in (("moves", "in which sequences move between workers"), ("meshes", "with two meshes")):
+        kinds.add_argument(
+            f"--{name}", dest="kind", action="store_const", const=name, default="", help=f"schedules {text}"
+        )
     parser.add_argument("--first", type=int, default=0, help="first seed of many")
     parser.add_argument("--count", type=int, default=0, help="how many schedules each process runs; 0: until the time")
     parser.add_argument("--seconds", type=float, default=0.0, help="how long; 0: until the count")
     parser.add_argument("--processes", type=int, default=multiprocessing.cpu_count())
     options = parser.parse_args()
     if options.seed is not None:
-        return replay(options.seed, options.verbose, options.moves)
+        return replay(options.seed, options.verbose, options.kind)
     if not options.count and not options.seconds:
         options.seconds = 60.0
     results: multiprocessing.Queue = multiprocessing.Queue()
@@ -83,7 +89,7 @@ def main() -> int:
                 options.processes,
                 options.count,
                 options.seconds,
-                options.moves,
+                options.kind,
                 results,
             ),
         )

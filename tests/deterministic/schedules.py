@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -37,16 +38,27 @@ def random_moves(seed: int, verbose: bool = False) -> SimulatedMesh:
     return mesh
 
 
+def random_meshes(seed: int, verbose: bool = False) -> SimulatedMesh:
+    """As :func:`random_mesh`, with two meshes behind the gateways, and faults that last while requests are open."""
+    rng = random.Random(f"meshes {seed}")
+    mesh = _random_mesh(seed, rng, verbose, (), shards=2)
+    mesh.gateway_config = dataclasses.replace(mesh.gateway_config, mesh_away_s=rng.choice((0.5, 1.5, 4.0)))
+    if rng.random() < 0.5 and mesh.clients:
+        at_s, down_s = rng.choice(mesh.clients).ask.at_s + rng.uniform(0.0, 0.5), rng.uniform(2.0, 8.0)
+        mesh.at(at_s, rng.choice([*mesh.workers, *mesh.schedulers]).kill, down_s, lasts_s=down_s)
+    return mesh
+
+
 def random_mesh(seed: int, verbose: bool = False) -> SimulatedMesh:
     return _random_mesh(seed, random.Random(seed), verbose, ())
 
 
-def _random_mesh(seed: int, rng: random.Random, verbose: bool, roles: Sequence[Role]) -> SimulatedMesh:
+def _random_mesh(seed: int, rng: random.Random, verbose: bool, roles: Sequence[Role], shards: int = 1) -> SimulatedMesh:
     block_size = rng.choice((2, 4, 4, 8))
     mesh = SimulatedMesh(
         seed,
-        schedulers=rng.choice((1, 2, 2)),
-        workers=rng.choice((1, 1, 2, 2, 3)),
+        schedulers=shards * rng.choice((1, 2, 2)),
+        workers=shards * rng.choice((1, 1, 2, 2, 3)),
         gateways=rng.choice((1, 1, 2)),
         block_size=block_size,
         num_blocks=rng.choice((12, 20, 40, 80)) * 4 // block_size,
@@ -63,6 +75,7 @@ def _random_mesh(seed: int, rng: random.Random, verbose: bool, roles: Sequence[R
         host_blocks=rng.choice((0, 0, 0, 16)),
         max_payload=rng.choice((4096, 1 << 20, 1 << 20)),
         roles=roles,
+        shards=shards,
     )
     span_s = rng.choice((0.2, 1.5, 3.0))
     _load(mesh, rng, span_s)

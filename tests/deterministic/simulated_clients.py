@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from simulated_nodes import EOS, MODEL, VOCAB
+from simulated_nodes import EOS, MODEL, VOCAB, gateway_metrics
 from virtual_time import NodeLoop
 
 from gateway.dispatch import Dispatch, Part
 from gateway.errors import ApiError
 from gateway.flight import Flight
+from gateway.router import Router
 from gateway.token_details import PromptReport
 from shared.messages import EndReason, Sampling, Submit, TokenLogprob, pack_tokens
 from worker.simulated import chain, likelihood, pick, score
@@ -189,8 +190,8 @@ class Client:
     def over(self) -> bool:
         return self.outcome not in ("unborn", "open")
 
-    async def go(self, dispatch: Dispatch, loop: NodeLoop) -> None:
-        flight = Flight(self.mesh.clock.monotonic(), dispatch._metrics.of(MODEL))
+    async def go(self, dispatch: Dispatch | Router, loop: NodeLoop) -> None:
+        flight = Flight(self.mesh.clock.monotonic(), gateway_metrics().of(MODEL))
         report = PromptReport(self.ask.prompt) if self.ask.prompt_logprobs else None
         choices = [flight.add_choice(text) for text in self.texts]  # type: ignore[arg-type]
         if self.ask.leaves_s:

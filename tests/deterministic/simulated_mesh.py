@@ -59,8 +59,9 @@ class SimulatedMesh:
         block_size: int = 4, step_ms: float = 10.0, check_every: int = 4, verbose: bool = False,
         host_blocks: int = 0, max_payload: int = 1 << 20, overlapping: bool = False,
         scheduler_options: dict[str, Any] | None = None, gateway_options: dict[str, Any] | None = None,
-        transfers: bool = False, roles: Sequence[Role] = (),
+        transfers: bool = False, roles: Sequence[Role] = (), shards: int = 1,
     ) -> None:  # fmt: skip
+        """``shards``: meshes that every gateway joins, and among which schedulers and workers are dealt out."""
         self.seed = seed
         self.rng = random.Random(seed)
         self.clock = Clock()
@@ -73,11 +74,14 @@ class SimulatedMesh:
         self.max_payload = max_payload
         self.server = Server(self.clock, self.agenda, self.rng, self.note if verbose else None)
         self.server.taps.append(self._tap)
-        self.store = MemoryStore()
+        self.shards = ["default"] if shards == 1 else [f"m{index + 1}" for index in range(shards)]
+        self.stores = {shard: MemoryStore() for shard in self.shards}  # of their leases
         self.capacity = capacity(block_size, num_blocks, host_blocks)
         self.step_time = StepTime(1000 * step_ms, 50.0)
         self.scheduler_config = SchedulerConfig(**(scheduler_options or {}))
-        self.gateway_config = GatewayConfig(model=MODEL, served_model_name=MODEL, **(gateway_options or {}))
+        self.gateway_config = GatewayConfig(
+            model=MODEL, served_model_name=MODEL, mesh=",".join(self.shards), **(gateway_options or {})
+        )
         self.worker_config = WorkerConfig(drain_grace_s=5.0, transfer_host="off")  # (off: no sockets)
         self.transfers = transfers or bool(roles)
         self.roads = Roads()
@@ -85,6 +89,9 @@ class SimulatedMesh:
         self.workers = [WorkerNode(self, f"w{index + 1}") for index in range(max(workers, len(roles)))]
         for worker, role in zip(self.workers, roles, strict=False):
             worker.role = role
+        for group in (self.schedulers, self.workers):
+            for index, node in enumerate(group):
+                node.shard = self.shards[index % shards]
         self.gateways = [GatewayNode(self, f"g{index + 1}") for index in range(gateways)]
         self.nodes: list[Node] = [*self.schedulers, *self.workers, *self.gateways]
         self.clients: list[Client] = []
@@ -144,19 +151,25 @@ class SimulatedMesh:
         self.seeming_crashes += len(self.workers)
         self.server.stop()
         if forgetful:
-            self.store.lose()
+            self.lose_store()
         self.agenda.after(down_s, self.server.start)
 
     def stop_store(self, seconds: float, forgetful: bool = False) -> None:
         """JetStream does not answer for so long."""
         self.note("store", f"DOWN for {seconds:.2f} s{', and lost' if forgetful else ''}")
-        self.store.down = True
+        for store in self.stores.values():
+            store.down = True
         if forgetful:
-            self.store.lose()
+            self.lose_store()
         self.agenda.after(seconds, self._start_store)
 
     def _start_store(self) -> None:
-        self.store.down = False
+        for store in self.stores.values():
+            store.down = False
+
+    def lose_store(self) -> None:
+        for store in self.stores.values():
+            store.lose()
 
     def make_deadly(self, ask: Ask) -> None:
         """A worker that runs the request ends."""
@@ -246,7 +259,8 @@ class SimulatedMesh:
         message = msgspec.msgpack.decode(payload)[2]
         if message[0] != "plan":
             return
-        lease = json.loads(self.store.value) if self.store.value else {"epoch": 0}
+        stored = self.stores[subject.split(".")[1]].value
+        lease = json.loads(stored) if stored else {"epoch": 0}
         if message[1] < lease["epoch"]:
             self.violate(
                 f"{sender.owner} plans in epoch {message[1]}, while {lease['holder']} leads in {lease['epoch']}"
@@ -269,33 +283,45 @@ class SimulatedMesh:
     def _at_rest(self) -> bool:
         if any(node.loop is None or node.hung for node in self.nodes):
             return False
-        if any(one.dispatch is None or len(one.dispatch.ledger) for one in self.gateways):
+        if any(one.dispatch is None or list(one.dispatch.records()) for one in self.gateways):
             return False
-        leaders = self.leaders()
+        return all(map(self._shard_at_rest, self.shards))
+
+    def _shard_at_rest(self, shard: str) -> bool:
+        leaders, workers = self._nodes_of(shard)
         if len(leaders) != 1:
             return False
         core = leaders[0].service.core  # type: ignore[union-attr]
         if any(worker.fetching for worker in core.workers.values()):
             return False
-        return len(core.workers) == len(self.workers) and not core.live_requests()
+        return len(core.workers) == len(workers) and not core.live_requests()
+
+    def _nodes_of(self, shard: str) -> tuple[list[SchedulerNode], list[WorkerNode]]:
+        """Who leads a mesh, and its workers."""
+        leaders = [one for one in self.leaders() if one.shard == shard]
+        return leaders, [one for one in self.workers if one.shard == shard]
 
     def _check_rest(self) -> None:
         """Nothing is left of anything, once there is nobody to serve."""
         for gateway in self.gateways:
             if gateway.dispatch is None:
                 self.violate(f"{gateway.name} is not up")
-            elif len(gateway.dispatch.ledger):
-                self.violate(f"{gateway.name} still has {len(gateway.dispatch.ledger)} requests in its ledger")
-        leaders = self.leaders()
+            elif left := len(list(gateway.dispatch.records())):
+                self.violate(f"{gateway.name} still has {left} requests in its ledger")
+        for shard in self.shards:
+            self._check_shard(shard)
+
+    def _check_shard(self, shard: str) -> None:
+        leaders, workers = self._nodes_of(shard)
         if len(leaders) != 1:
-            self.violate(f"{len(leaders)} schedulers lead")
+            self.violate(f"{len(leaders)} schedulers lead {shard}")
             return
         service = leaders[0].service
         assert service is not None
         core = service.core
         self.check_core(leaders[0].name, core)
-        if len(core.workers) != len(self.workers):
-            self.violate(f"the scheduler has {sorted(core.workers)} of {len(self.workers)} workers")
+        if len(core.workers) != len(workers):
+            self.violate(f"the scheduler has {sorted(core.workers)} of {len(workers)} workers")
         if core.live_requests():
             self.violate(f"the scheduler still has {core.live_requests()}")
         for worker in core.workers.values():

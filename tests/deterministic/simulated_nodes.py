@@ -22,6 +22,8 @@ from virtual_time import NodeLoop
 
 from gateway.dispatch import Dispatch
 from gateway.metrics import GatewayMetrics
+from gateway.router import Router
+from gateway.service import make_dispatch
 from observability.tracing import Tracing
 from scheduler.metrics import SchedulerMetrics
 from scheduler.service import SchedulerService
@@ -58,6 +60,11 @@ def _metrics(kind: str) -> Any:
     return GatewayMetrics(MODEL)
 
 
+def gateway_metrics() -> GatewayMetrics:
+    found: GatewayMetrics = _metrics("gateway")
+    return found
+
+
 class Node:
     """A process that is started again under the same name whenever it ends."""
 
@@ -66,6 +73,7 @@ class Node:
     def __init__(self, mesh: SimulatedMesh, name: str) -> None:
         self.mesh = mesh
         self.name = name
+        self.shard = mesh.shards[0]  # the mesh that it is in; a gateway is in all
         self.link = Link(mesh.clock, mesh.agenda, mesh.rng)
         self.unix_offset_ns = 0
         self.starts = 0
@@ -180,10 +188,9 @@ class SchedulerNode(Node):
     async def serve(self, stop: asyncio.Event) -> None:
         step_bus, bus = self.connect(f"{self.name}-step"), self.connect(self.name)
         step_bus.handled = bus.handled = self._check
-        store = SimulatedStore(bus, self.mesh.store, self.mesh.scheduler_config.lease_s / 2)
-        self.service = SchedulerService(
-            self.mesh.scheduler_config, self.name, step_bus, bus, store, _metrics("scheduler"), OFF
-        )
+        config = dataclasses.replace(self.mesh.scheduler_config, mesh=self.shard)
+        store = SimulatedStore(bus, self.mesh.stores[self.shard], config.lease_s / 2)
+        self.service = SchedulerService(config, self.name, step_bus, bus, store, _metrics("scheduler"), OFF)
         await self.service.run(stop)
 
     def gone(self) -> None:
@@ -280,7 +287,7 @@ class WorkerNode(Node):
         self.epoch = 0
         incarnation = self.mesh.clock.time_ns() // 1_000_000 * 1000 + self.starts
         step_bus, bus = self.connect(f"{self.name}-step"), self.connect(self.name)
-        config = dataclasses.replace(self.mesh.worker_config, role=self.role)
+        config = dataclasses.replace(self.mesh.worker_config, role=self.role, mesh=self.shard)
         self.service = WorkerService(config, self.name, incarnation, step_bus, bus, _metrics("worker"), OFF)
         await self.service.listen()
         async with asyncio.TaskGroup() as group:
@@ -304,15 +311,20 @@ class GatewayNode(Node):
 
     def __init__(self, mesh: SimulatedMesh, name: str) -> None:
         super().__init__(mesh, name)
-        self.dispatch: Dispatch | None = None
+        self.dispatch: Dispatch | Router | None = None
         self._clients: list[Client] = []
         self._group: asyncio.TaskGroup | None = None
 
     async def serve(self, stop: asyncio.Event) -> None:
         bus = self.connect(self.name)
         name = f"{self.name}-{self.starts}"
-        dispatch = Dispatch(
-            self.mesh.gateway_config, bus, name, _metrics("gateway"), lambda: bus.reconnects + bus.slow_consumer_drops
+        dispatch = make_dispatch(
+            self.mesh.gateway_config,
+            bus,
+            name,
+            gateway_metrics(),
+            lambda: bus.reconnects + bus.slow_consumer_drops,
+            OFF,
         )
         await dispatch.start()
         async with asyncio.TaskGroup() as group:

@@ -115,7 +115,7 @@ def test_the_jetstream_store_lost(restarted: bool) -> None:
     if restarted:
         mesh.at(1.3, mesh.restart_server, 0.3, True, lasts_s=1.5)
     else:
-        mesh.at(1.3, mesh.store.lose)
+        mesh.at(1.3, mesh.lose_store)
     mesh.at(5.0, lambda: mesh.leaders()[0].kill(0.5), lasts_s=0.5)
     mesh.run()
     assert [client.outcome for client in clients] == ["finished"] * 3
@@ -240,3 +240,23 @@ def test_a_worker_that_dies_before_it_is_greeted_and_comes_back_with_its_clock_s
     mesh.at(2.1, mesh.workers[0].kill, 0.1)
     mesh.run()
     assert client.outcome == "finished"
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_mesh_stays_away_and_its_requests_go_on_in_the_other(whole: bool) -> None:
+    """Its worker, or its scheduler too; both come back, and nothing is left there of what ran."""
+    mesh = SimulatedMesh(30, shards=2, schedulers=2, workers=2, step_ms=50.0, gateway_options={"mesh_away_s": 2.0})
+    clients = [ask(mesh, f"r{index}", max_tokens=60) for index in range(6)]
+    mesh.at(2.0, mesh.workers[0].kill, 12.0, lasts_s=12.0)
+    if whole:
+        mesh.at(2.0, mesh.schedulers[0].kill, 12.0, lasts_s=12.0)
+    subjects: dict[str, set[str]] = {}  # request -> where it was submitted
+
+    def look(sender: object, subject: str, payload: bytes) -> None:
+        if ".submit." in subject:
+            subjects.setdefault(decode(payload).request_id, set()).add(subject.split(".")[1])  # type: ignore[union-attr]
+
+    mesh.server.taps.append(look)
+    mesh.run()
+    assert [client.outcome for client in clients] == ["finished"] * 6
+    assert sorted(map(len, subjects.values())) == [1, 1, 1, 2, 2, 2], "those that the first mesh ran, and no others"

@@ -8,13 +8,16 @@ import sys
 from pathlib import Path
 
 import pytest
-from schedules import random_mesh, random_moves
+from schedules import random_mesh, random_meshes, random_moves
 from simulated_mesh import Violation
+from simulated_nodes import gateway_metrics
 
 SCHEDULES = 240
 PARTS = 12
 MOVES = 60
 MOVE_PARTS = 4
+MESHES = 40
+MESHES_PARTS = 4
 
 
 @pytest.mark.parametrize("part", range(PARTS))
@@ -42,6 +45,22 @@ def test_random_faults_break_no_promise_while_sequences_move(part: int) -> None:
         moves += sum(moved)
     assert not broken, "\n".join(broken)
     assert moves, "no blocks were fetched"
+
+
+@pytest.mark.parametrize("part", range(MESHES_PARTS))
+def test_random_faults_break_no_promise_of_gateways_with_two_meshes(part: int) -> None:
+    def moved() -> float:
+        cause = {"cause": "mesh"}
+        return gateway_metrics().registry.get_sample_value("headrace_gateway_resumes_total", cause) or 0.0
+
+    broken, before = [], moved()
+    for seed in range(part, MESHES, MESHES_PARTS):
+        try:
+            random_meshes(seed).run()
+        except Violation as violation:
+            broken.append(f"{violation} (python tests/deterministic --meshes --seed {seed} -v)")
+    assert not broken, "\n".join(broken)
+    assert moved() > before, "no request went on in another mesh"
 
 
 def test_a_schedule_replays_to_the_same_log() -> None:

@@ -372,6 +372,24 @@ def test_what_cannot_be_resumed_in_its_mesh_is_resumed_in_another_and_each_is_as
     play(scene)
 
 
+def test_what_has_moved_is_given_twice_the_time_where_it_came(clock: list[float]) -> None:
+    async def scene(world: World) -> None:
+        record = world.open()
+        await world.router.offer(record)
+        world.b.answer = Outcome.NO_WORKER
+        for second in range(1, 26):
+            clock[0] += 1.0
+            world.b.beat()
+            if second > 8:
+                world.a.beat()
+            world.tick()
+            await turns()
+            assert world.where(record) == ["b" if AWAY_S < second < 8 + 2 * AWAY_S else "a"], second
+        assert record.attempt == 3 and world.a.running == {"r": 3}
+
+    play(scene)
+
+
 def test_nothing_moves_where_nobody_else_could_run_it(clock: list[float]) -> None:
     async def scene(world: World) -> None:
         record = world.open()
