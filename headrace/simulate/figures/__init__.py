@@ -56,11 +56,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     made = Parser(
         prog="headrace simulate figures",
         description="Check the claims that the field makes about batching and memory: ours beside each, with workload, "
-        "baseline, and whether it holds. Takes about ten minutes on one core.",
+        "baseline, and whether it holds. Takes some twenty minutes on one core.",
     )
-    made.add_argument(
-        "--quick", action="store_true", help="a tenth of the requests: rough figures in well under a minute"
-    )
+    made.add_argument("--quick", action="store_true", help="a tenth of the requests: rough figures in some two minutes")
     made.add_argument("--only", action="append", default=[], choices=sorted(SECTIONS), help="may be repeated")
     made.add_argument(
         "--write", type=Path, default=None, metavar="FOLDER", help="also write FOLDER/figures.md and pictures"

@@ -68,7 +68,7 @@ def _goodput(bench: Bench, scenario: Scenario, prompt: int, output: int, name: s
     while low + 1 < high:
         middle = (low + high) // 2
         rate = ceiling * _RATES[middle]
-        requests = stream(lengths, max(30, int(rate * bench.seconds(_SECONDS, 2))), 15, rate)
+        requests = stream(lengths, max(30, int(rate * bench.seconds(_SECONDS, 1))), 15, rate)
         one = bench.run(scenario, requests, f"{name}, {lengths.name} at {rate:.1f}/s").figures
         if one.slo_share >= _ATTAINED:
             low, kept = middle, (rate, one)
