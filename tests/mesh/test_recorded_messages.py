@@ -130,9 +130,10 @@ def test_a_field_at_the_end_with_a_default_may_come(kind: type[Message]) -> None
 def test_a_field_that_goes_moves_or_has_no_default_is_found(kind: type[Message]) -> None:
     fields = fields_of(kind)
     required = sum(len(field) == 2 for field in fields)
-    for index in range(len(fields)):
+    recorded = max(len(one["fields"]) for _, one in RECORDED if one["kind"] == kind.__struct_config__.tag)
+    for index in range(recorded):  # those that came later no release has sent yet
         assert faults_of(kind, fields[:index] + fields[index + 1 :]), f"without {fields[index][0]}"
-        if index + 1 < len(fields) and (index + 1 < required or index >= required):
+        if index + 1 < recorded and (index + 1 < required or index >= required):
             swapped = [*fields[:index], fields[index + 1], fields[index], *fields[index + 2 :]]
             assert faults_of(kind, swapped), f"{fields[index][0]} and the next one change places"
     defaulted = fields[required:]
