@@ -20,7 +20,9 @@ ASK = {"prompt": "the cat", "max_tokens": 12, "ignore_eos": True, "seed": 7}
 
 @pytest.fixture
 def two(tokenizer_folder: Path) -> Iterator[RunningGateway]:
-    with running_gateway(tokenizer_folder, mesh="east,west", mesh_away_s=0.4, drain_grace_s=0.1) as gateway:
+    with running_gateway(
+        tokenizer_folder, mesh="east,west", mesh_away_s=0.4, scheduler_stale_s=1.0, drain_grace_s=0.1
+    ) as gateway:
         gateway.until(lambda: all(view.served(time.monotonic()) for view in gateway.gateway.dispatch.mesh._views))
         yield gateway
 
