@@ -58,11 +58,12 @@ def bounds_up_to(longest: int) -> list[int]:
 
 class DecodeGraphs:
     """``largest``: rows; 0 has no step run here. ``room``: bytes of the device's memory after which nothing more is
-    captured."""
+    captured. ``adapters``: rows may have LoRA adapters."""
 
     def __init__(
-        self, model: DeviceModel, state: DeviceState, port: Port, block_size: int, longest: int, largest: int, room: int
-    ) -> None:
+        self, model: DeviceModel, state: DeviceState, port: Port, block_size: int, longest: int, largest: int,
+        room: int, adapters: bool = False,
+    ) -> None:  # fmt: skip
         self._model = model
         self._state = state
         self._port = port
@@ -70,6 +71,7 @@ class DecodeGraphs:
         self._longest = longest
         self._sizes = sizes_up_to(min(largest, model.graph_tokens))
         self._room = room
+        self._adapters = adapters
         # By rows, bound on keys, and whether rows have LoRA adapters; the least recently used first.
         self._graphs: OrderedDict[tuple[int, int, bool], Graph] = OrderedDict()
         self._warm: dict[tuple[int, int, bool], int] = {}
@@ -97,27 +99,29 @@ class DecodeGraphs:
         """Whether more may be captured."""
         return not self._ends
 
-    def ahead(self) -> list[tuple[int, int]]:
-        """What there is to capture before anybody asks for it, as (size, bound on keys): the shortest sequences first,
-        and of those the largest size, in whose memory the others find room."""
-        every = [(size, keys) for keys in bounds_up_to(self._longest) for size in reversed(self._sizes)]
-        return every[:MOST_GRAPHS]
+    def ahead(self) -> list[tuple[int, int, bool]]:
+        """What there is to capture before anybody asks for it, as (size, bound on keys, with adapters): the shortest
+        sequences first, and of those the largest size, in whose memory the others find room."""
+        kinds = (False, True) if self._adapters else (False,)
+        bounds = [(keys, kind) for kind in kinds for keys in bounds_up_to(self._longest)]
+        return [(size, *bound) for bound in bounds for size in reversed(self._sizes)][:MOST_GRAPHS]
 
-    def capture(self, size: int, keys: int) -> None:
+    def capture(self, size: int, keys: int, adapters: bool = False) -> None:
         """One of :meth:`ahead`, after a step of nobody's."""
 
         def nobody() -> None:
             self._inputs[0, :size].fill_(self._state.scratch)
             self._inputs[1, :size].zero_()
+            self._inputs[2, :size].fill_(NOBODY)
 
         try:
             self._port.run(nobody)
-            self._port.run(partial(self._pass, size, keys, False))
+            self._port.run(partial(self._pass, size, keys, adapters))
         except self._port.out_of_memory:
             self._end("there is no memory for more")
             return
-        self._warm[size, keys, False] = WARM_UPS
-        self._captured((size, keys, False))
+        self._warm[size, keys, adapters] = WARM_UPS
+        self._captured((size, keys, adapters))
 
     def launch(self, inputs: torch.Tensor, keys: int, adapters: bool = False) -> None:
         """The forward pass of ``inputs``, int64 ``[3, size]``: slots, positions, and where ``adapters`` says that there

@@ -145,7 +145,7 @@ class DeviceRunner:
         capacity = self.capacity
         return DecodeGraphs(
             self.model, self.state, self.port, capacity.block_size, capacity.max_model_len, self._graph_rows,
-            self._graph_room,
+            self._graph_room, bool(self.adapters),
         )  # fmt: skip
 
     def _make_room(self, batch: Batch, slots: int) -> None:

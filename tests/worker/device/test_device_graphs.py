@@ -65,7 +65,7 @@ def test_a_graph_is_captured_after_steps_of_its_own_size_and_says_the_same() -> 
 def test_what_is_captured_ahead_serves_whatever_comes() -> None:
     stand = Stand(largest=3)
     ahead = stand.graphs.ahead()
-    assert ahead == [(size, keys) for keys in (512, 1024, LONGEST) for size in (3, 2, 1)]
+    assert ahead == [(size, keys, False) for keys in (512, 1024, LONGEST) for size in (3, 2, 1)]
     for key in ahead:
         stand.graphs.capture(*key)
     assert stand.port.captures == len(stand.graphs) == len(ahead) and not stand.graphs.replays

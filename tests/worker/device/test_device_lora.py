@@ -107,8 +107,11 @@ def test_other_adapters_beside_it_change_no_bit_of_a_row(tiny_model: MakeModel, 
 def test_a_runner_has_the_adapters_that_its_options_name(tiny_model: MakeModel, tmp_path: Path) -> None:
     model = tiny_model("llama")
     folders = adapters_of("llama", model, tmp_path)
-    runner = loaded(model, lora=",".join(f"a{index}={folder}" for index, folder in enumerate(folders)))
+    lora = ",".join(f"a{index}={folder}" for index, folder in enumerate(folders))
+    runner = loaded(model, lora=lora, cuda_graph_rows=3, max_model_len=64, warm_up_s=3600.0)
     assert runner.capacity.adapters == ["a0", "a1"]
+    ahead = runner.graphs.ahead()
+    assert {adapters for _, _, adapters in ahead} == {False, True} and len(runner.graphs) == len(ahead)
     driver = BatchDriver(runner)
     prompts = [[7, 8, 9, 10 + place] for place in range(3)]
     whose = ["a1", "", "a0"]
@@ -118,6 +121,7 @@ def test_a_runner_has_the_adapters_that_its_options_name(tiny_model: MakeModel, 
     ]
     driver.run_to_end(chunk=3)
     assert runner.graphs.replays, "its decodes were no graphs"
+    assert len(runner.graphs) == len(ahead), "some were captured while it served"
     for adapter, prompt, sequence in zip(whose, prompts, sequences, strict=True):
         merged = merged_model(model, folders[int(adapter[1:])] if adapter else None)
         out = merged.generate(
