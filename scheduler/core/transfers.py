@@ -130,7 +130,8 @@ class Transfers:
             target is not source
             and target.role is not Role.PREFILL
             and not (target.draining or target.trial or target.preempted)
-            and not (target.full_look and sequence.home)  # what waits for room there comes first
+            and not (target.takes_new and (target.full_look or sequence.home.blocked) and sequence.home)
+            # (what waits for room there comes first)
             and target.occupied < self._limits.batch_slots(target.capacity)
             and len(target.arriving) < self._limits.max_arrivals
             and can_fetch(target, source)
