@@ -2,7 +2,8 @@
 # make test    the test suite          make check   lint, format, types
 # make bench   measure this machine    ARGS="..."   is passed on
 # make fuzz    random loads for the scheduler's invariants, then random faults for the whole mesh on virtual time
-#              (the nightly run): SECONDS=600 of the latter, or ARGS="--first N --count N", ARGS="--seed N -v"
+#              (the nightly run): SECONDS=600 of the latter, and as many with sequences that move between workers;
+#              or ARGS="[--moves] --first N --count N", ARGS="[--moves] --seed N -v"
 #
 # make gpu-kernels   every Triton kernel compiled for sm_80 to sm_90, no GPU needed: registers, shared memory, spills
 #              (nightly; `make test` compiles a few): ARGS="--only attention --arch sm_90 --json FILE"
@@ -29,8 +30,10 @@ check: $(VENV)/.installed-dev
 	$(BIN)/mypy
 
 fuzz: $(VENV)/.installed-dev
-	$(if $(ARGS),,$(BIN)/python -m pytest tests/scheduler/core/test_core_properties.py --hypothesis-profile=fuzz --timeout=0)
+	$(if $(ARGS),,$(BIN)/python -m pytest tests/scheduler/core/test_core_properties.py \
+	    tests/scheduler/core/test_transfer_properties.py --hypothesis-profile=fuzz --timeout=0)
 	$(BIN)/python tests/deterministic $(if $(ARGS),$(ARGS),--seconds $(SECONDS))
+	$(if $(ARGS),,$(BIN)/python tests/deterministic --moves --seconds $(SECONDS))
 
 gpu-kernels: $(VENV)/.installed-dev
 	$(BIN)/python -m kernels.triton.compiled $(ARGS)
