@@ -9,6 +9,7 @@ from __future__ import annotations
 import hmac
 import socket
 import struct
+import time
 import zlib
 from collections.abc import Sequence
 from enum import IntEnum
@@ -64,8 +65,12 @@ def open_with(connection: socket.socket, key: str, request: Request) -> None:
 
 
 def receive_opening(connection: socket.socket, key: str) -> Request | None:
-    """The request, once whoever connects has shown the key; None for a stranger. Raises OSError."""
-    head = receive_exactly(connection, len(MAGIC) + KEY_BYTES + _LENGTH.size)
+    """The request, once whoever connects has shown the key; None for a stranger. Raises OSError.
+
+    The key comes within STALL_S: whoever says it byte by byte holds nobody's place.
+    """
+    head = receive_exactly(connection, len(MAGIC) + KEY_BYTES + _LENGTH.size, time.monotonic() + STALL_S)
+    connection.settimeout(STALL_S)
     shown = head[len(MAGIC) : len(MAGIC) + KEY_BYTES]
     if not hmac.compare_digest(shown, key.encode()) or not head.startswith(MAGIC):
         return None
@@ -124,10 +129,12 @@ def receive_done(connection: socket.socket) -> int:
     return int(_CHECKSUM.unpack(body)[0])
 
 
-def receive_exactly(connection: socket.socket, count: int) -> bytes:
-    """Raises OSError, among others when the connection ends before."""
+def receive_exactly(connection: socket.socket, count: int, until: float | None = None) -> bytes:
+    """Raises OSError, among others when the connection ends before, or it is ``until`` (monotonic s)."""
     received = bytearray()
     while len(received) < count:
+        if until is not None:
+            connection.settimeout(max(0.001, until - time.monotonic()))
         part = connection.recv(min(count - len(received), 1 << 16))
         if not part:
             raise ConnectionResetError("the connection ended")

@@ -196,6 +196,25 @@ def test_strangers_and_nonsense_get_nothing(ends: tuple[End, End], said: bytes) 
     assert target.answer().reason == "", "it goes on serving"
 
 
+def test_a_stranger_that_says_little_by_little_is_hung_up_on(
+    ends: tuple[End, End], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wire, "STALL_S", 0.2)
+    source, _ = ends
+    host, _, port = parse(source.exchange.addresses[0]).place.rpartition(":")
+    with socket.create_connection((host, int(port)), PATIENCE_S) as stranger:
+        stranger.settimeout(0.05)  # the pace
+        said = 0
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            for byte in wire.MAGIC + 32 * b"0":
+                stranger.sendall(bytes([byte]))
+                said += 1
+                with contextlib.suppress(TimeoutError):
+                    if not stranger.recv(1):
+                        break
+        assert said < len(wire.MAGIC) + 32
+
+
 def test_a_source_that_lies_is_found_out() -> None:
     """One that sends other bytes than it has summed, and one that sends nonsense."""
     memory = host_pages(4)
