@@ -36,19 +36,25 @@ Part = tuple[Sequence, int, int]
 
 
 class Pool:
-    """One layer's cache, full of what others have left there, and sequences whose pages are scattered over it."""
+    """One layer's cache, full of what others have left there, and sequences whose pages are scattered over it.
+
+    ``cache``: one that is there already, of ``num_pages``.
+    """
+
+    junk = JUNK_PAGE
 
     def __init__(
         self, kernel: DeviceKernel, geometry: Geometry, dtype: torch.dtype, device: torch.device, num_pages: int,
-        seed: int,
+        seed: int, cache: LayerCache | None = None,
     ) -> None:  # fmt: skip
         self.kernel = kernel
         self.geometry = geometry
         self.dtype = dtype
         self.device = device
         self.generator = torch.Generator(device).manual_seed(seed)
-        self.cache = kernel.allocate(num_pages)
-        poison(self.cache, dtype)
+        self.cache = cache if cache is not None else kernel.allocate(num_pages)
+        if cache is None:
+            poison(self.cache, dtype)
         order = torch.randperm(num_pages - 1, generator=torch.Generator().manual_seed(seed)) + 1
         self.free: list[int] = order.tolist()
 
@@ -63,7 +69,7 @@ class Pool:
 
     def batch(self, parts: Listed[Part]) -> RaggedBatch:
         size = self.geometry.block_size
-        table = np.full((len(parts), max(len(s.pages) for s, _, _ in parts)), JUNK_PAGE, dtype=np.int32)
+        table = np.full((len(parts), max(len(s.pages) for s, _, _ in parts)), self.junk, dtype=np.int32)
         for number, (sequence, _, stop) in enumerate(parts):
             used = -(-stop // size)
             table[number, :used] = sequence.pages[:used]
@@ -102,21 +108,29 @@ class Pool:
         return found[0], found[1]
 
     def dense(self, sequence: Sequence, start: int, stop: int, layer: LayerAttention) -> torch.Tensor:
-        """``[stop - start, heads, dim]``: causal attention of those queries in float64, with nothing clever in it."""
-        key, value = (x.repeat_interleave(self.geometry.group, dim=1) for x in self.stored(sequence, stop))
-        scores = torch.einsum("qhd,khd->hqk", sequence.query[start:stop].double(), key) * layer.scaling
-        if layer.softcap is not None:
-            scores = layer.softcap * torch.tanh(scores / layer.softcap)
-        place = torch.arange(stop, device=self.device)
-        own = place[start:stop, None]
-        hidden = place[None, :] > own
-        if layer.window is not None:
-            hidden |= place[None, :] <= own - layer.window
-        scores = scores.masked_fill(hidden, float("-inf"))
-        if layer.sinks is not None:
-            sinks = layer.sinks.double()[:, None, None].expand(-1, stop - start, 1)
-            scores = torch.cat([scores, sinks], dim=-1)
-        return torch.einsum("hqk,khd->qhd", scores.softmax(dim=-1)[..., :stop], value)
+        """``[stop - start, heads, dim]``: :func:`dense`, of what the pages hold."""
+        return dense(sequence.query[start:stop], *self.stored(sequence, stop), layer)
+
+
+def dense(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: LayerAttention) -> torch.Tensor:
+    """``[n, heads, dim]``: causal attention of a sequence's last ``n`` queries over its keys and values
+    ``[m, kv heads, dim]``, in float64, with nothing clever in it."""
+    count, keys = len(query), len(key)
+    group = query.shape[1] // key.shape[1]
+    key, value = (x.double().repeat_interleave(group, dim=1) for x in (key, value))
+    scores = torch.einsum("qhd,khd->hqk", query.double(), key) * layer.scaling
+    if layer.softcap is not None:
+        scores = layer.softcap * torch.tanh(scores / layer.softcap)
+    place = torch.arange(keys, device=query.device)
+    own = place[keys - count :, None]
+    hidden = place[None, :] > own
+    if layer.window is not None:
+        hidden |= place[None, :] <= own - layer.window
+    scores = scores.masked_fill(hidden, float("-inf"))
+    if layer.sinks is not None:
+        sinks = layer.sinks.double()[:, None, None].expand(-1, count, 1)
+        scores = torch.cat([scores, sinks], dim=-1)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(dim=-1)[..., :keys], value)
 
 
 def poison(cache: LayerCache, dtype: torch.dtype) -> None:

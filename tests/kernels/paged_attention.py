@@ -1,5 +1,5 @@
-"""Attention kernels to hold against one contract, sequences in scattered pages to run them on, and attention written
-out densely to compare with."""
+"""Attention kernels to hold against one contract, and sequences in scattered pages to run them on: those of the check
+that runs on GPUs (:mod:`headrace.gpu_check.paged`), for kernels of every kind."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from collections.abc import Sequence as Listed
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
-from kernels.contract import AttentionKernel, Geometry, LayerAttention, LayerCache, RaggedBatch
+from headrace.gpu_check import paged
+from headrace.gpu_check.paged import Part, Sequence
+from kernels.contract import AttentionKernel, Geometry, LayerAttention, LayerCache
 from kernels.cpu.attention import CpuAttention
 from kernels.cpu.build import ISAS
 from kernels.cpu.library import Library, find
-from kernels.quantized_pages import dequantize, quantize
+from kernels.quantized_pages import quantize
 from kernels.reference import ReferenceAttention
 from worker.kv_cache import KVCache
 
@@ -97,59 +98,25 @@ KINDS = [
 """For tests of one thing each. Of the interpreted ones two: the others are in ``test_any_attention_batch.py``."""
 
 
-@dataclass(eq=False)
-class Sequence:
-    """One sequence's queries, keys and values for its whole length, and the pages that it owns."""
+class Pool(paged.Pool):
+    """One layer's cache of a kind's kernel, on the CPU, and sequences whose pages are scattered over it."""
 
-    query: torch.Tensor  # [length, heads, dim]
-    key: torch.Tensor  # [length, kv heads, dim]
-    value: torch.Tensor
-    pages: list[int]
-
-    @property
-    def length(self) -> int:
-        return len(self.query)
-
-
-class Pool:
-    """One layer's cache, and sequences whose pages are scattered over it."""
+    kernel: Any  # a kernel of a CPU plans and attends in its own way
 
     def __init__(self, geometry: Geometry, kind: Kind, num_pages: int = 400, host_pages: int = 0) -> None:
-        self.geometry = geometry
         self.kind = kind
-        self.kernel = kind.make(geometry)
-        self.dtype = kind.dtype
-        self.pages = KVCache(self.kernel, 1, num_pages - 1, host_pages)
-        self.generator = torch.Generator().manual_seed(5)
-        self.free = (torch.randperm(num_pages - 1, generator=self.generator) + 1).tolist()
-
+        kernel: Any = kind.make(geometry)
+        self.pages = KVCache(kernel, 1, num_pages - 1, host_pages)
+        super().__init__(kernel, geometry, kind.dtype, CPU, num_pages, 5, self.pages.layers[0])
+        self.junk = 0 if kernel.name == TORCH else 2**31 - 1  # it gathers whole tiles, and drops what is hidden
         if kind.interpreted:
             poison(self.cache)
 
-    @property
-    def cache(self) -> LayerCache:
-        return self.pages.layers[0]
-
-    def stored(self, sequence: Sequence) -> Sequence:
+    def held(self, sequence: Sequence) -> Sequence:
         """The sequence with the keys and values that its pages hold of it, where those are rounded."""
         if self.kind.storage is None:
             return sequence
-        place = torch.arange(sequence.length)
-        rows = torch.tensor(sequence.pages)[place // self.geometry.block_size], place % self.geometry.block_size
-        key, value = (
-            dequantize(pages.view(torch.uint8)[rows].view(pages.dtype), scales[rows], torch.float32)
-            for pages, scales in ((self.cache.key, self.cache.key_scale), (self.cache.value, self.cache.value_scale))
-            if scales is not None
-        )
-        return Sequence(sequence.query, key, value, sequence.pages)
-
-    def sequence(self, length: int) -> Sequence:
-        g = self.geometry
-        heads = (g.num_heads, g.num_kv_heads, g.num_kv_heads)
-        query, key, value = (torch.randn((length, h, g.head_dim), generator=self.generator).to(self.dtype)
-                             for h in heads)  # fmt: skip
-        pages = [self.free.pop() for _ in range(-(-length // g.block_size))]
-        return Sequence(query, key, value, pages)
+        return Sequence(sequence.query, *self.stored(sequence, sequence.length), sequence.pages)
 
     def put(self, sequence: Sequence, stop: int) -> None:
         """The first ``stop`` keys and values into the pages, by the contract's view of them and not by the kernel
@@ -167,22 +134,10 @@ class Pool:
                 new, scales[rows] = quantize(new, pages.dtype)
             pages.view(torch.uint8)[rows] = new.contiguous().view(torch.uint8)
 
-    def attend(self, parts: Listed[tuple[Sequence, int, int]], layer: LayerAttention) -> list[torch.Tensor]:
+    def attend(self, parts: Listed[Part], layer: LayerAttention) -> list[torch.Tensor]:
         """One pass over tokens ``start .. stop`` of each sequence; the outputs of each."""
-        size = self.geometry.block_size
-        table = np.full((len(parts), max(len(s.pages) for s, _, _ in parts)), 2**31 - 1, dtype=np.int32)
-        for number, (sequence, _, stop) in enumerate(parts):
-            used = -(-stop // size)  # junk past the last key
-            table[number, :used] = sequence.pages[:used]
-        if self.kernel.name == TORCH:
-            table[table == 2**31 - 1] = 0  # it gathers whole tiles, and drops what is hidden
-        positions = np.concatenate([np.arange(start, stop) for _, start, stop in parts])
-        owner = np.repeat(np.arange(len(parts)), [stop - start for _, start, stop in parts])
-        start_of = np.concatenate([[0], np.cumsum([stop - start for _, start, stop in parts])])
-        slots = table[owner, positions // size].astype(np.int64) * size + positions % size
-        batch = RaggedBatch(start_of, positions + 1, table, slots)
         ragged = [torch.cat([getattr(s, name)[a:b] for s, a, b in parts]) for name in ("query", "key", "value")]
-        plan = self.kernel.plan(batch)
+        plan = self.kernel.plan(self.batch(parts))
         if self.kind.interpreted:  # a program for each token takes it too long: what does the same to a CPU's tensors
             self._write_twin(plan, *ragged[1:])
             out = self.kernel.read(plan, self.cache, ragged[0], layer)
@@ -195,11 +150,6 @@ class Pool:
 
         cache._write_twin(self.cache, key, value, plan.batch)
 
-    def attend_in_pieces(self, sequence: Sequence, stops: Listed[int], layer: LayerAttention) -> torch.Tensor:
-        """One sequence alone, from its beginning to each of ``stops`` in turn; the outputs together."""
-        pieces = zip([0, *stops[:-1]], stops, strict=True)
-        return torch.cat([self.attend([(sequence, a, b)], layer)[0] for a, b in pieces])
-
 
 def poison(cache: LayerCache) -> None:
     """What no kernel that knows which keys are written ever reads."""
@@ -211,23 +161,8 @@ def poison(cache: LayerCache) -> None:
 
 
 def dense(sequence: Sequence, layer: LayerAttention) -> torch.Tensor:
-    """``[length, heads, dim]`` causal attention in float64, with nothing clever in it."""
-    group = sequence.query.shape[1] // sequence.key.shape[1]
-    query, key, value = (x.double() for x in (sequence.query, sequence.key, sequence.value))
-    key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
-    scores = torch.einsum("qhd,khd->hqk", query, key) * layer.scaling
-    if layer.softcap is not None:
-        scores = layer.softcap * torch.tanh(scores / layer.softcap)
-    place = torch.arange(sequence.length)
-    hidden = place[None, :] > place[:, None]
-    if layer.window is not None:
-        hidden |= place[None, :] <= place[:, None] - layer.window
-    scores = scores.masked_fill(hidden, float("-inf"))
-    if layer.sinks is not None:
-        sinks = layer.sinks.double()[:, None, None].expand(-1, sequence.length, 1)
-        scores = torch.cat([scores, sinks], dim=-1)
-    weights = scores.softmax(dim=-1)[..., : sequence.length]
-    return torch.einsum("hqk,khd->qhd", weights, value)
+    """``[length, heads, dim]``: :func:`headrace.gpu_check.paged.dense`, of a whole sequence."""
+    return paged.dense(sequence.query, sequence.key, sequence.value, layer)
 
 
 def around(*edges: int) -> list[int]:

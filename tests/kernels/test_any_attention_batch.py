@@ -86,7 +86,7 @@ def worst_error(kind: Kind, case: Case) -> float:
         parts.append((sequence, written, written + count))
     worst = 0.0
     for (sequence, start, _), out in zip(parts, pool.attend(parts, case.layer), strict=True):
-        wanted = dense(pool.stored(sequence), case.layer)[start:]
+        wanted = dense(pool.held(sequence), case.layer)[start:]
         error = float((out.double() - wanted).abs().max())
         worst = max(worst, error) if error == error else math.inf
     return worst

@@ -11,8 +11,9 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from paged_attention import KINDS, TRITON, Kind, Pool, Sequence, around, dense
+from paged_attention import KINDS, TRITON, Kind, Pool, around, dense
 
+from headrace.gpu_check.paged import Sequence
 from kernels.contract import Geometry, LayerAttention
 from kernels.cpu.library import Library, find
 
@@ -69,7 +70,7 @@ def uninitialized_memory_filled() -> Iterator[None]:
 
 def error_of(out: torch.Tensor, pool: Pool, sequence: Sequence, layer: LayerAttention, start: int) -> float:
     """The largest, of the outputs from token ``start`` on; NaN if there is one."""
-    wanted = dense(pool.stored(sequence), layer)[start : start + len(out)]
+    wanted = dense(pool.held(sequence), layer)[start : start + len(out)]
     return float((out.double() - wanted).abs().max())
 
 
@@ -216,7 +217,7 @@ def test_rounded_pages_hold_numbers_to_their_precision(kind: Kind) -> None:
     sequence.key[3] = 0
     sequence.value[4] *= 1000
     pool.attend([(sequence, 0, 20)], LAYERS["full"])
-    stored = pool.stored(sequence)
+    stored = pool.held(sequence)
     for kept, given in ((stored.key, sequence.key.float()), (stored.value, sequence.value.float())):
         most = given.abs().amax(dim=-1, keepdim=True)
         bound = most * 0.501 / 127 if kind.storage == torch.int8 else (given.abs() / 16).maximum(most / 448 / 512)
