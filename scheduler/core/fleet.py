@@ -16,6 +16,7 @@ from scheduler.core.limits import Limits
 from scheduler.core.sequence import Sequence as CoreSequence
 from scheduler.core.sequence import Status, pages_for
 from scheduler.core.worker_state import WorkerState
+from shared.messages import Capacity
 
 UNMEASURED = (100.0, 10_000.0, 50.0)
 """Microseconds of a prompt token, a decode step and a row in it, as long as no worker of the model has run any. Only
@@ -116,6 +117,7 @@ class Fleet:
         self._speeds: dict[str, tuple[float, float, float]] = {}
         self._total = _NOTHING  # of those
         self._unmeasured: dict[str, None] = {}  # of those in ``loads``
+        self._capacities: list[Capacity] | None = None
         self._left: dict[str, tuple[int, list[CoreSequence]]] = {}  # worker -> (its next step, what is left to it)
 
     def __len__(self) -> int:
@@ -125,7 +127,11 @@ class Fleet:
         """The worker is there, or something has changed with it."""
         if self.workers.get(worker.name) is not worker:
             self._join(worker)
-        elif len(self.workers) > 1:  # alone it is compared with nobody
+            return
+        if worker.draining and worker.name in self.names:
+            self.names.remove(worker.name)
+            self._capacities = None
+        if len(self.workers) > 1:  # alone it is compared with nobody
             self._note(worker)
 
     def forget(self, name: str) -> None:
@@ -135,6 +141,7 @@ class Fleet:
             return
         if name in self.names:
             self.names.remove(name)
+        self._capacities = None
         self._leave(name)
         self._left.pop(name, None)
         self._count_speed(name, None)
@@ -143,6 +150,14 @@ class Fleet:
             for one in self.workers.values():
                 one.pool.tell("", None)
             self.holders = None
+
+    @property
+    def capacities(self) -> list[Capacity]:
+        """Of workers that are not draining: one of each kind that requests are judged by."""
+        if self._capacities is None:
+            kinds = {_kind(self.workers[name].capacity): self.workers[name].capacity for name in self.names}
+            self._capacities = list(kinds.values())
+        return self._capacities
 
     @property
     def has_room(self) -> bool:
@@ -207,6 +222,7 @@ class Fleet:
         self.forget(worker.name)
         self.workers[worker.name] = worker
         insort(self.names, worker.name)
+        self._capacities = None
         if self.holders is not None:
             worker.pool.tell(worker.name, self.holders)
         elif len(self.workers) > COMPARED:
@@ -221,8 +237,6 @@ class Fleet:
 
     def _note(self, worker: WorkerState) -> None:
         name = worker.name
-        if worker.draining and name in self.names:
-            self.names.remove(name)
         speed = worker.speed_us()
         self._count_speed(name, speed)
         self._leave(name)
@@ -306,6 +320,13 @@ def _load_of(worker: WorkerState, slots: int) -> Load:
             if one.chain and one.status is Status.RUNNING and one.remaining > 1:
                 load.computes.setdefault(one.chain[0], []).append(one.chain)
     return load
+
+
+def _kind(capacity: Capacity) -> tuple[object, ...]:
+    return (
+        capacity.max_model_len, capacity.block_size, capacity.num_blocks, capacity.vocab_size,
+        tuple(capacity.eos_token_ids), capacity.max_batched_tokens, tuple(capacity.adapters),
+    )  # fmt: skip
 
 
 def _common(one: Sequence[bytes], other: Sequence[bytes]) -> int:

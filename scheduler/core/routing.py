@@ -61,8 +61,8 @@ def route(submit: Submit, queues: Queues, rules: PoolRules, limits: Limits) -> R
 
 
 def live_capacities(state: QueueState) -> list[Capacity]:
-    """Of the workers that take newcomers."""
-    return [worker.capacity for worker in state.workers.values() if not worker.draining]
+    """Of the workers that take newcomers, one of each kind."""
+    return state.fleet.capacities
 
 
 def _judged(submit: Submit, pool: str, pools: Mapping[str, QueueState], limits: Limits) -> Routed:
@@ -113,7 +113,7 @@ def _by_backlog(pools: Mapping[str, QueueState], names: Iterable[str]) -> list[s
 
     def backlog(pool: str) -> tuple[bool, float, str]:
         state = pools[pool]
-        workers = sum(not worker.draining for worker in state.workers.values())
+        workers = len(state.fleet.names)
         return pool != DEFAULT_POOL, state.queue.tokens / workers if workers else float("inf"), pool
 
     return sorted(names, key=backlog)

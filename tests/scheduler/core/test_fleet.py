@@ -7,12 +7,13 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mesh_in_a_box import Box, prompt_of, request
+from mesh_in_a_box import Box, capacity, prompt_of, request
 
 from scheduler.core import fleet as fleet_module
 from scheduler.core.fleet import COMPARED, HOLDERS, Fleet
 from scheduler.core.holders import Holders
 from scheduler.core.limits import PLACEMENTS, Limits
+from shared.messages import Outcome
 
 
 def fleet_of(box: Box) -> Fleet:
@@ -116,3 +117,17 @@ def test_the_best_holders_are_those_of_the_longest_prefix() -> None:
         holders.discard(content, "long")
     assert list(holders.best(chain, HOLDERS, 7, able)) == ["half", "one"]
     assert len(holders) == 20 and holders.of(chain[30]) == ()
+
+
+def test_requests_are_judged_by_one_worker_of_each_kind_that_is_not_draining() -> None:
+    box = many(20)
+    assert len(fleet_of(box).capacities) == 1
+    box.add_worker("larger", capacity(num_blocks=90, max_model_len=300))
+    assert sorted(one.num_blocks for one in fleet_of(box).capacities) == [60, 90]
+    assert box.submit(request("long", prompt_len=250)).outcome is Outcome.ACCEPTED
+    box.core.worker_draining("larger")
+    assert [one.num_blocks for one in fleet_of(box).capacities] == [60]
+    assert box.submit(request("longer", prompt_len=251)).outcome is Outcome.TOO_LONG
+    alone = many(1)
+    alone.core.worker_draining("w0")
+    assert alone.submit(request("r")).outcome is Outcome.NO_WORKER
