@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from mesh_stack import BusClient, Process, Stack, stack, until
-from tiny_models import make_tiny_model
+from tiny_models import make_tiny_model, make_tokenizer
 from whole_mesh import BYTES_PER_BLOCK, FLOAT32, SIMULATED, Mesh, Nats, eventually
 
 from headrace.trace.recorded import feed, header
@@ -139,7 +139,8 @@ def split_mesh(folder: Path) -> Iterator[tuple[Mesh, Callable[[str], Process]]]:
 
 def test_workers_that_are_killed_while_blocks_go_over_cost_no_token(tmp_path: Path) -> None:
     """First the one that they come from, then the one where they go."""
-    folder = make_tiny_model(tmp_path / "model")
+    folder = tmp_path / "model"
+    make_tokenizer().save_pretrained(folder)
     bodies = [{"prompt": prompt, "max_tokens": 60, "seed": seed} for seed, prompt in enumerate(PROMPTS.values())]
     with split_mesh(folder) as (mesh, start):
         workers = {role: start(role) for role in ("prefill", "decode")}
