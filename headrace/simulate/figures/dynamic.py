@@ -23,8 +23,8 @@ _POLICY = RolePolicy(average_s=3.0, hold_s=1.0, every_s=4.0)
 """Quicker than the default, as the phases are shorter than any day's."""
 
 _WHY = (
-    "what finds no room among decode workers decodes where its prompt was computed, so that a ratio with many prefill "
-    "workers serves either phase; one with few serves neither prompts nor their tokens"
+    "what finds no room among decode workers decodes where its prompt was computed, so that a fixed ratio with many "
+    "prefill workers holds up in every phase"
 )
 _COLUMNS = (
     ("ttft_p50", "{:.0f}"), ("ttft_p99", "{:.0f}"),

@@ -113,6 +113,8 @@ def apart(bench: Bench) -> list[Section]:
 
 
 _NOTE = (
+    f"A rate is kept for {_SECONDS:g} s, not for ever: what queues up within the time to the first token counts as "
+    "kept, and at the highest rate prompts and outputs take all the arithmetic of all workers. "
     "The roofline takes reading weights and arithmetic as perfectly parallel: some hundred prompt tokens beside "
     "decodes cost a mixed worker next to nothing, which is the most that chunked prefill can gain. Where kernels "
     "overlap the two less well, mixed workers gain less; nothing here measures how much."
@@ -140,6 +142,6 @@ def _row(slo: Slo, mixed: Sequence[float], split: Sequence[float]) -> Row:
         Holds.YES if all(wins) else Holds.PARTLY if any(wins) else Holds.NO,
         ""
         if all(wins)
-        else "a mixed worker computes prompt tokens beside decodes that have to read all weights anyway, and no kind "
-        "of worker is idle while the other is full",
+        else "where it does not, mixed workers make up for it: they compute prompt tokens beside decodes that have to "
+        "read all weights anyway, and no kind of them is idle while the other is full",
     )
