@@ -31,6 +31,7 @@ from shared.messages import (
 from shared.page_hash import DIGEST_BYTES
 from shared.subjects import Subjects
 from worker.__main__ import _readiness
+from worker.batch import Batch, Sampled, Step
 from worker.config import WorkerConfig
 from worker.metrics import WorkerMetrics
 from worker.service import WorkerService
@@ -62,7 +63,23 @@ class Shell:
         return self.said(kind)
 
 
-def run(scenario: Callable[[Shell], Awaitable[None]], loaded: bool = True, max_payload: int = 1 << 20) -> Shell:
+class OnDevice(SimulatedRunner):
+    """Lacks memory in each of its steps, and finds it."""
+
+    lacked_memory = 0
+
+    def answers(self) -> bool:
+        return True
+
+    def forward(self, batch: Batch, step: Step) -> Sampled:
+        self.lacked_memory += 1
+        return super().forward(batch, step)
+
+
+def run(
+    scenario: Callable[[Shell], Awaitable[None]], loaded: bool = True, max_payload: int = 1 << 20,
+    runner: type[SimulatedRunner] = SimulatedRunner,
+) -> Shell:  # fmt: skip
     async def body() -> Shell:
         shell = Shell(max_payload)
         stop = asyncio.Event()
@@ -70,7 +87,7 @@ def run(scenario: Callable[[Shell], Awaitable[None]], loaded: bool = True, max_p
             await shell.service.listen()
             group.create_task(shell.service.run(stop))
             if loaded:
-                shell.service.attach(SimulatedRunner(CAPACITY, StepTime()))
+                shell.service.attach(runner(CAPACITY, StepTime()))
             try:
                 await scenario(shell)
             finally:
@@ -186,3 +203,13 @@ def test_it_is_ready_once_its_model_is_loaded_and_until_it_stops() -> None:
 
     run(loading, loaded=False)
     assert _readiness(run(loaded).service).status == 503
+
+
+def test_steps_that_lacked_memory_are_counted() -> None:
+    async def scenario(shell: Shell) -> None:
+        await shell.tell(Reset(1, "w", 7, 1))
+        await shell.tell(plan(1, [3, 5]))
+        await shell.hears(StepResult, 1)
+        await until(lambda: shell.metrics.lacked_memory.value == 1, "one step that lacked memory", 60)
+
+    run(scenario, runner=OnDevice)
