@@ -41,7 +41,14 @@ _REFUSED = {
     "trainable_token_indices": "it changes embeddings",
     "layer_replication": "it repeats layers",
     "alora_invocation_tokens": "it begins at certain tokens only (aLoRA)",
+    "arrow_config": "it chooses among other adapters (Arrow)",
+    "use_bdlora": "its matrices are block-diagonal (BD-LoRA)",
 }
+
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Beginnings of PEFT's ``init_lora_weights`` that take from the base model's weights what they give the adapter: as it
+was trained it fits no other base. PEFT saves it as one that does, without this setting, if it is asked to
+(``path_initial_model_for_weight_conversion``)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -104,6 +111,9 @@ def _unserved(config: Any) -> str:
         return f"it is of the type {config.get('peft_type')!r}; only LORA is served"
     if config.get("bias", "none") != "none":
         return "it changes biases"
+    how = config.get("init_lora_weights")
+    if isinstance(how, str) and how.lower().startswith(_CHANGES_BASE):
+        return f"its initialisation {how!r} has changed the base model's weights; save it converted to plain LoRA"
     return next((reason for setting, reason in _REFUSED.items() if config.get(setting)), "")
 
 
@@ -125,7 +135,10 @@ def _changes(config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], dty
         if not (down.isfinite().all() and up.isfinite().all()):
             raise ValueError(f"its weights for {path} are not finite")
         scaled = up.double() * _scale(config, path, len(down))  # rounded once
-        changes[path] = LowRank(down.to(dtype).contiguous(), scaled.to(dtype).contiguous())
+        change = LowRank(down.to(dtype).contiguous(), scaled.to(dtype).contiguous())
+        if not (change.down.isfinite().all() and change.up.isfinite().all()):
+            raise ValueError(f"its scaled weights for {path} are not finite as {dtype}")
+        changes[path] = change
     return changes
 
 
@@ -137,6 +150,8 @@ def _scale(config: Mapping[str, Any], path: str, rank: int) -> float:
 
 def _by_pattern(patterns: Any, path: str, default: Any) -> Any:
     """The value of the first pattern that matches the end of the path, as PEFT chooses it."""
+    if patterns and not isinstance(patterns, dict):
+        raise ValueError("its alpha_pattern is no object")
     for pattern, value in (patterns or {}).items():
         try:
             if re.match(rf"(.*\.)?({pattern})$", path):

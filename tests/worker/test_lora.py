@@ -277,6 +277,16 @@ def test_alpha_ranks_and_patterns_make_the_scale(
         ({"bias": "lora_only"}, "changes biases"),
         ({"modules_to_save": ["embed_tokens"]}, "whole layers of its own"),
         ({"target_parameters": ["experts.gate_up_proj"]}, "no linear layers"),
+        ({"arrow_config": {"top_k": 3}}, "Arrow"),
+        ({"use_bdlora": {"nblocks": 2}}, "block-diagonal"),
+        ({"init_lora_weights": "pissa"}, "initialisation 'pissa' has changed"),
+        ({"init_lora_weights": "pissa_niter_16"}, "initialisation 'pissa_niter_16' has changed"),
+        ({"init_lora_weights": "OLoRA"}, "initialisation 'OLoRA' has changed"),
+        ({"init_lora_weights": "corda"}, "initialisation 'corda' has changed"),
+        ({"init_lora_weights": "loftq"}, "initialisation 'loftq' has changed"),
+        ({"init_lora_weights": "lora_ga"}, "initialisation 'lora_ga' has changed"),
+        ({"alpha_pattern": ["q_proj"]}, "alpha_pattern is no object"),
+        ({"lora_alpha": 1e40}, "not finite"),
         ({"alpha_pattern": {"(": 1}}, "no regular expression"),
         ({"lora_alpha": "much"}, "could not convert"),
     ],
@@ -288,6 +298,14 @@ def test_settings_that_are_not_served_are_refused(
     with pytest.raises(StartupError, match=reason) as refusal:
         read_adapter("sql", str(folder), torch.float32)
     assert "'sql'" in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("how", [True, False, "gaussian", "eva", "orthogonal"])
+def test_an_initialisation_that_leaves_the_base_model_as_it_is_is_served(
+    how: bool | str, tiny_model: MakeModel, tmp_path: Path
+) -> None:
+    folder = make_adapter(tmp_path, tiny_model("llama"), ("q_proj",), init_lora_weights=how)
+    assert read_adapter("sql", str(folder), torch.float32).changes
 
 
 def test_files_that_are_missing_or_damaged_are_refused(tiny_model: MakeModel, tmp_path: Path) -> None:
