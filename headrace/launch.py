@@ -140,6 +140,8 @@ def child_specs(
         worker = dataclasses.replace(worker, worker_id=worker_id + (OTHER_NAME if name in others else ""))
         if settings.own_nats and not worker.transfer_host:  # one goes on with what another has to leave
             worker = dataclasses.replace(worker, transfer_host=LOOPBACK)
+        if name in others:  # the one that it replaces, or that replaces it, has the port
+            worker = dataclasses.replace(worker, transfer_port=0)
         if settings.workers > 1 and worker.threads == 0:  # else all would fight over the cores
             worker = dataclasses.replace(worker, threads=max(1, _cores() // settings.workers))
         specs.append(spec(name, "worker", worker, MESH_STAGE, MESH_GRACE_S, gpus[index]))

@@ -25,7 +25,10 @@ def check(settings: UpSettings) -> None:
         raise ConfigError(str(error)) from None
     if any(source.path != gateway.model for source in gateway.sources):
         raise ConfigError("--model: `headrace up` serves one model; several need services that are started one by one")
-    shares(settings.services["worker"], settings.workers, os.environ)
+    worker: Any = settings.services["worker"]
+    if worker.transfer_port and settings.workers > 1:
+        raise ConfigError(f"--transfer-port {worker.transfer_port}: one port is not for {settings.workers} workers")
+    shares(worker, settings.workers, os.environ)
     if scheduler.record and not Path(scheduler.record).parent.is_dir():
         raise ConfigError(f"--record {scheduler.record}: no such folder")
     if not settings.own_nats and gateway.nats_ca:

@@ -24,6 +24,7 @@ from headrace.services import SERVICES
 from headrace.settings import read_settings
 from headrace.sockets import Sockets
 from headrace.supervisor import ChildSpec
+from headrace.up_checks import check
 from shared.config import ConfigError, Parser, add_flags, resolve
 from shared.supervision import METRICS
 
@@ -119,6 +120,20 @@ def test_workers_of_one_machine_fetch_from_one_another_and_others_as_they_are_to
         workers = [as_read_by("worker", spec) for name, spec in launched(argv).items() if name.startswith("worker")]
         assert {worker.transfer_host for worker in workers} == {host}
         assert {worker.transfer_port for worker in workers} == {0}
+
+
+def test_a_worker_that_replaces_another_listens_for_fetches_beside_it(sockets: Sockets) -> None:
+    argv = ["--port", "0", "--metrics-port", "0", "--transfer-port", "7000"]
+    settings = with_ports(read_settings(argv, {}), sockets)
+    for others, port in ((set(), 7000), ({"worker"}, 0)):
+        specs = {spec.name: spec for spec in child_specs(settings, MESH, {}, sockets, others)}
+        assert as_read_by("worker", specs["worker"]).transfer_port == port
+
+
+def test_one_port_for_fetches_is_not_for_several_workers() -> None:
+    check(read_settings(["--transfer-port", "7000"], {}))
+    with pytest.raises(ConfigError, match=r"--transfer-port 7000: .* 2 workers"):
+        check(read_settings(["--workers", "2", "--transfer-port", "7000"], {}))
 
 
 def test_a_simulated_worker_takes_every_id_of_the_tokenizer(tmp_path: Path) -> None:
