@@ -149,7 +149,7 @@ def test_moves_of_pages_that_lack_memory_are_made_again(most: int) -> None:
     """Forks copy pages, preempted sequences take theirs to the host and back: each group of moves once."""
     rng = random.Random(3)
     lacked = copied = swapped = 0
-    for seed in range(4):
+    for seed in range(2):
         box = DeviceBox(seed, num_blocks=14 if seed % 2 else 40, host_blocks=16)
         moves = [0]
 
