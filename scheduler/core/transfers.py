@@ -205,8 +205,8 @@ class Transfers:
             if not move.over:
                 move.settled, move.step = scheduled, plan.step
         for move in list(worker.departing):
-            if not move.sequence.in_flight:
-                move.settled, move.step = move.sequence.scheduled, plan.step
+            if not move.sequence.in_flight:  # (it may still have a prefix that a later plan in flight computes)
+                move.step = plan.step
             self._look(move, now, events)
             if move.left_ns and not (move.sequence.in_flight or move.still_ns):
                 move.still_ns = now

@@ -15,6 +15,7 @@ from lossy_mesh import LossyBox
 
 from scheduler.core.events import Moved, NotMoved
 from shared.messages import Capacity, Fetch, Fetched, Need, PageSnapshot, Role, StepPlan, StepResult
+from worker.simulated import chain, first_state
 
 RUBBISH = 0xDEAD_BEEF_DEAD_BEEF
 
@@ -75,6 +76,7 @@ class MovingBox(LossyBox):
             source, target = self.runners[one.fetch.source], self.runners[worker]
             for there, here in one.fetch.pages:
                 target._kv[here] = source._kv[there]
+            self.check_fetched(worker, one)
         self.seen["failed fetches" if reason else "fetches"] += 1
         count = len(one.fetch.pages)
         answer = Fetched(
@@ -83,6 +85,23 @@ class MovingBox(LossyBox):
         )  # fmt: skip
         self.unheard[worker][one.fetch.fetch] = answer
         self.wires[worker].results.append(answer)  # type: ignore[arg-type]
+
+    def check_fetched(self, worker: str, one: Under) -> None:
+        """What came is what the sequence's tokens give, in each block: its next token shows the last one alone."""
+        state = self.core.workers.get(worker)
+        fetching = None
+        if state is not None and (self.core.epoch, state.incarnation) == (one.epoch, one.incarnation):
+            fetching = state.fetching.get(one.fetch.fetch)
+        if fetching is None or fetching.move.over:
+            return
+        sequence, size = fetching.move.sequence, fetching.move.block_size
+        value, first = first_state(sequence.submit.adapter), sequence.pages.index(fetching.there[0])
+        blocks = range(first, first + len(fetching.there))
+        for position, token in enumerate(sequence.tokens[: sequence.scheduled]):
+            value = chain(value, token)
+            if position // size in blocks:
+                held = self.runners[worker]._kv[fetching.here[position // size - first], position % size]
+                assert held == value, f"{sequence.request_id}: token {position} came before it was computed"
 
     def refusal(self, one: Under) -> str:
         """Why the source does not give its pages away, or no longer."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from mesh_in_a_box import MS, request
+from mesh_in_a_box import MS, prompt_of, request
 from moving_mesh import MovingBox
 
 from scheduler.core.events import Failed, Moved, NotMoved
@@ -63,6 +63,36 @@ def test_blocks_are_fetched_while_the_prompt_is_computed() -> None:
     assert early and len(early[0].fetches[0].pages) >= 8, "blocks wait for the end of the prompt"
     assert len(asked[-1].fetches[0].pages) <= 5, "the sequence waits for more than its last blocks"
     finished(box)
+
+
+def test_a_prefix_that_is_still_being_computed_is_not_fetched() -> None:
+    """What a newcomer hits counts as computed at once; it is there when the plan that computes it has run."""
+    limits = Limits(max_num_seqs=8, max_num_batched_tokens=48, enable_chunked_prefill=False, run_ahead=3)
+    box = box_of(PREFILL, DECODE, limits=limits)
+    box.now = MS
+    prefix = prompt_of("a", 40)
+    box.submit(request("d", 8, 30))
+    box.plan("w0")
+    box.submit(request("a", 40, 8, prompt=prefix, arrival_ns=1))
+    box.plan("w0")
+    box.submit(request("c", 44, 4, arrival_ns=2))  # leaves nothing of the budget
+    box.submit(request("b", 32, 12, prompt=[*prefix[:28], 1, 2, 3, 4], arrival_ns=3))
+    box.plan("w0")
+    (hit,) = box.core.sequences_of("b")
+    assert hit.move is not None and (hit.scheduled, hit.in_flight) == (28, 0)
+    while box.wires["w0"].plans:
+        box.carry("w0")
+    box.work("w0")
+    box.deliver("w0")
+    while box.plan("w1") is not None:
+        pass
+    while box.wires["w1"].plans:
+        box.carry("w1")
+    box.work("w1")
+    while box.fetching["w1"]:
+        box.finish("w1")
+    finished(box)
+    assert moved(box)
 
 
 def test_new_prompts_go_to_prefill_and_mixed_workers_only() -> None:
