@@ -6,7 +6,8 @@ import logging
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -93,6 +94,7 @@ class TorchRunner:
             adapters=list(model.adapters),
         )
         self._adapters = frozenset(model.adapters)
+        self.module_threads = 0  # of passes module by module, where the rest of torch's work has fewer; 0: as all of it
 
     @classmethod
     def load(
@@ -283,10 +285,11 @@ class TorchRunner:
 
     def _by_modules(self, batch: Batch, rows: Sequence[Row], prompts: Sequence[PromptRows]) -> torch.Tensor:
         count = sum(row.count for row in rows)
-        fillers = aligned_rows(count, MIN_ROWS, self.model.row_widths, torch.get_num_threads()) - count
-        tokens, positions, ragged = assemble(batch, rows, fillers, self.size.max_model_len)
-        with running(AdapterRows.of(rows, count + fillers, self._adapters, self.model.device)):
-            return self._run(tokens, positions, ragged, _kept(ragged, rows, prompts))
+        with _torch_threads(self.module_threads):
+            fillers = aligned_rows(count, MIN_ROWS, self.model.row_widths, torch.get_num_threads()) - count
+            tokens, positions, ragged = assemble(batch, rows, fillers, self.size.max_model_len)
+            with running(AdapterRows.of(rows, count + fillers, self._adapters, self.model.device)):
+                return self._run(tokens, positions, ragged, _kept(ragged, rows, prompts))
 
     def _run(
         self,
@@ -332,8 +335,22 @@ def load_torch_runner(config: WorkerConfig) -> TorchRunner:
     )
     runner.grammars.warm()
     if runner.decoder is not None:
+        runner.module_threads = torch.get_num_threads()  # rows with adapters need a whole pass of torch's
         torch.set_num_threads(1)  # the library has threads of its own, and what torch still does is not worth a second
     return runner
+
+
+@contextmanager
+def _torch_threads(count: int) -> Iterator[None]:
+    """Compute with so many threads; 0: with those that there are."""
+    before = torch.get_num_threads()
+    if count:
+        torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        if count:
+            torch.set_num_threads(before)
 
 
 def _kept(ragged: RaggedBatch, rows: Sequence[Row], prompts: Sequence[PromptRows]) -> npt.NDArray[np.int64]:

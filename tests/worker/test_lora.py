@@ -23,7 +23,7 @@ from worker.config import WorkerConfig
 from worker.linear import can_pack
 from worker.lora_files import read_adapter
 from worker.lora_names import are_adapters, parse_adapters
-from worker.torch_runner import TorchRunner
+from worker.torch_runner import TorchRunner, load_torch_runner
 
 MakeModel = Callable[..., Path]
 
@@ -201,6 +201,29 @@ def test_beside_the_decoder_rows_with_adapters_run_over_its_weights(
             wanted = merged(torch.tensor([prompt])).logits[0, -1]
         off = (seen.rows[f"request-{number}", len(prompt)] - wanted).norm() / wanted.norm()
         assert off < (1e-4 if quantize == "none" else 0.2), (adapter, off)
+
+
+@pytest.mark.skipif(not NATIVE, reason="no C++ library here")
+@pytest.mark.usefixtures("one_thread")
+def test_rows_with_adapters_have_the_threads_of_the_options_and_sampling_has_one(
+    tiny_model: MakeModel, adapters: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tiny_model("llama")
+    config = WorkerConfig(
+        model=str(folder), dtype="float32", device="cpu", threads=2, kv_cache_memory="1MiB",
+        lora=f"all={adapters['all']}",
+    )  # fmt: skip
+    monkeypatch.setattr("worker.torch_runner.rows_keep_their_bits", lambda *_: True)
+    runner = load_torch_runner(config)
+    assert runner.decoder is not None
+    seen: list[int] = []
+    run = runner._run
+    monkeypatch.setattr(runner, "_run", lambda *given: (seen.append(torch.get_num_threads()), run(*given))[1])
+    driver = BatchDriver(runner)
+    driver.start(prompts_of(9)[0], greedy(1), adapter="all")
+    driver.run_to_end()
+    assert seen == [2]
+    assert torch.get_num_threads() == 1
 
 
 @pytest.mark.usefixtures("one_thread")
