@@ -48,13 +48,18 @@ def is_wildcard(host: str) -> bool:
         return False
 
 
-def address_towards(nats: str) -> str:
+def family_of(host: str) -> socket.AddressFamily:
+    """Of the addresses that a socket bound to the wildcard ``host`` listens on: that of IPv6 takes both."""
+    return socket.AF_UNSPEC if not host or ipaddress.ip_address(host).version == 6 else socket.AF_INET
+
+
+def address_towards(nats: str, family: socket.AddressFamily = socket.AF_UNSPEC) -> str:
     """This machine's address on the way to the first of the NATS servers: others of the mesh are on that way too.
 
     Nothing is sent. Raises OSError if there is no way.
     """
     url = urlsplit(nats.split(",")[0].strip())
-    found = socket.getaddrinfo(url.hostname, url.port or 4222, type=socket.SOCK_DGRAM)
+    found = socket.getaddrinfo(url.hostname, url.port or 4222, family, socket.SOCK_DGRAM)
     for family, kind, protocol, _, address in found:
         with socket.socket(family, kind, protocol) as probe:
             try:

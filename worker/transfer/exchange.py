@@ -13,7 +13,7 @@ from shared.ports import listen, listen_problem
 from worker.config import WorkerConfig
 from worker.ledger import Standing
 from worker.transfer import nixl, shared_memory
-from worker.transfer.addresses import Address, address_towards, is_wildcard, join
+from worker.transfer.addresses import Address, address_towards, family_of, is_wildcard, join
 from worker.transfer.fetches import Fetches
 from worker.transfer.gate import Gate
 from worker.transfer.launch import Call, OnLoop
@@ -53,7 +53,11 @@ class Listening:
     def _listen(self, config: WorkerConfig, host: str) -> str:
         """The host and port that others connect to."""
         try:
-            told = address_towards(config.nats) if host == AUTO or is_wildcard(host) else host
+            told = host
+            if host == AUTO:
+                told = address_towards(config.nats)
+            elif is_wildcard(host):
+                told = address_towards(config.nats, family_of(host))
         except OSError as error:
             raise StartupError(
                 f"transfer-host {host}: this machine's own address is not to be found ({error}); name it"

@@ -46,6 +46,21 @@ def test_others_are_told_the_address_on_the_way_to_nats(host: str) -> None:
     assert host_and_port(one.place)[0] == "127.0.0.1"
 
 
+def test_the_address_that_others_are_told_is_one_of_those_listened_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    both = [(socket.AF_INET6, ("::1", 4222, 0, 0)), (socket.AF_INET, ("127.0.0.1", 4222))]
+
+    def look_up(host: str, port: int, family: int = 0, type: int = 0) -> list[tuple[object, ...]]:
+        return [(one, type, 0, "", address) for one, address in both if family in (0, one)]
+
+    monkeypatch.setattr("worker.transfer.addresses.socket.getaddrinfo", look_up)
+    nats = "nats://localhost:4222"
+    assert address_towards(nats) == "::1"
+    assert address_towards(nats, socket.AF_INET) == "127.0.0.1"
+    monkeypatch.undo()
+    with pytest.raises(StartupError, match=r"^transfer-host 0.0.0.0: this machine's own address is not to be found"):
+        listening(transfer_host="0.0.0.0", nats="nats://[::1]:4222", transfer_by="tcp")
+
+
 def test_what_can_not_be_listened_on_is_said_in_one_line() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
