@@ -33,6 +33,9 @@ HANDED_PER_PLAN = 4
 BALANCED_AT_ONCE = 2
 """Moves for want of blocks that go on from one worker."""
 
+LOOKED_AT = 64
+"""Workers that are asked whether they take one sequence; of more of them, others in each plan."""
+
 TARGETS_TRIED = 3
 """Workers that are looked at closely for one sequence, the likeliest first."""
 
@@ -108,9 +111,13 @@ class Transfers:
     ) -> bool:  # fmt: skip
         """Hold blocks for the sequence at the worker where it goes on best. False if none has room for it, or if it is
         computed again sooner than it is fetched."""
-        able = [one for one in peers if self._takes(source, one, sequence)]
+        asked = list(peers)
+        stride = max(1, -(-len(asked) // LOOKED_AT))
+        first = (sequence.number + source.next_step) % stride
+        able = [one for one in asked[first::stride] if self._takes(source, one, sequence)]
         mixed_last = why is Why.ROLE
-        able.sort(key=lambda one: (mixed_last and one.role is not Role.DECODE, _cost(one, able), one.name))
+        measured = all(one.predictor.decode_us(1) for one in able)
+        able.sort(key=lambda one: (mixed_last and one.role is not Role.DECODE, _cost(one, measured), one.name))
         for target in able[:TARGETS_TRIED]:
             placement = target.place(sequence, len(sequence.tokens))
             if why is not Why.ROLE and not _quicker(source, target, sequence, placement):
@@ -280,11 +287,11 @@ class Transfers:
         events.append(NotMoved(move.sequence, move.target.name, move.why, reason, now))
 
 
-def _cost(worker: WorkerState, among: Iterable[WorkerState]) -> float:
+def _cost(worker: WorkerState, measured: bool) -> float:
     """Of two workers that could take a sequence, the one with the lower cost should: a step's time there with one more
-    row (rows alone, as long as some worker has not told its own), and more the less memory is left."""
+    row (rows alone, as long as not all are ``measured``), and more the less memory is left."""
     rows = len(worker.running) + len(worker.arriving) + 1
-    step_us = worker.predictor.decode_us(rows) if all(one.predictor.decode_us(1) for one in among) else float(rows)
+    step_us = worker.predictor.decode_us(rows) if measured else float(rows)
     return step_us * worker.pool.num_blocks / max(1, worker.pool.num_free)
 
 

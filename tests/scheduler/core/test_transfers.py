@@ -9,6 +9,10 @@ from moving_mesh import MovingBox
 
 from scheduler.core.events import Failed, Moved, NotMoved
 from scheduler.core.limits import Limits
+from scheduler.core.sequence import Sequence
+from scheduler.core.step_time import PlannedWork
+from scheduler.core.transfers import LOOKED_AT, Transfers
+from scheduler.core.worker_state import WorkerState
 from shared.messages import Role
 
 PREFILL, DECODE, MIXED = Role.PREFILL, Role.DECODE, Role.MIXED
@@ -336,3 +340,37 @@ def test_sequences_that_fit_nowhere_else_hold_nobody_up() -> None:
     box.submit(request("short", 8, 12, arrival_ns=9))
     finished(box)
     assert {one.sequence.request_id for one in moved(box)} == {"short"}
+
+
+def test_a_target_that_was_not_measured_yet_is_not_taken_for_free() -> None:
+    """Then rows alone count: a worker that has just come up would get everything that moves."""
+    box = box_of(PREFILL, DECODE, DECODE)
+    measured = box.core.workers["w2"].predictor
+    for rows in (1, 2, 4, 8):
+        measured.observe(PlannedWork(rows), 1000.0 + rows)
+    for number in range(4):
+        box.submit(request(f"r{number}", 20, 40, arrival_ns=number))
+    for _ in range(6):
+        box.round("w0")
+    taken = [len(box.core.workers[name].arriving) for name in ("w1", "w2")]
+    assert taken == [2, 2]
+    finished(box)
+
+
+def test_of_many_workers_some_are_asked_in_each_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    takes = Transfers._takes
+
+    def watched(self: Transfers, source: WorkerState, target: WorkerState, sequence: Sequence) -> bool:
+        asked.append(target.name)
+        return takes(self, source, target, sequence)
+
+    monkeypatch.setattr(Transfers, "_takes", watched)
+    box = box_of(PREFILL, *[PREFILL] * (3 * LOOKED_AT), DECODE)
+    box.core.submit(request("r", 8, 100), box.now)
+    most = 0
+    while not list(box.core.workers["w193"].arriving):
+        asked.clear()
+        box.round("w0")
+        most = max(most, len(asked))
+    assert 0 < most <= 2 * LOOKED_AT, "once for each plan of the round"
