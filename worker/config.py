@@ -108,7 +108,7 @@ class WorkerConfig(MeshConfig):
     transfer_by: str = option(
         "auto",
         "how KV blocks may travel, first choice first: shm (between processes of a machine), nixl (where it is "
-        "installed), tcp; auto: all of them",
+        "installed), tcp; auto: all of them, but nixl only where there is a network for RDMA",
         check=are_transports,
     )
     metrics_host: str = option("127.0.0.1", "address of the metrics listener")

@@ -27,7 +27,7 @@ from worker.transfer import nixl, shared_memory
 from worker.transfer import pages as pages_module
 from worker.transfer.addresses import parse
 from worker.transfer.errors import TransferFailed
-from worker.transfer.nixl_installed import is_installed
+from worker.transfer.nixl_installed import has_rdma, is_installed
 from worker.transfer.pages import Form, HostPages, groups, runs
 from worker.transfer.shared_memory import pieces
 from worker.transfer.transports import TRANSPORTS, transports_of
@@ -254,12 +254,22 @@ def test_a_transport_that_is_none_is_refused(text: str, problem: str) -> None:
         resolve(WorkerConfig, "worker", {"transfer_by": text}, environ={})
 
 
-def test_nixl_is_used_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nixl_is_used_where_it_is_installed_and_has_a_network_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("worker.transfer.transports.is_installed", lambda: False)
     assert transports_of(WorkerConfig()) == ("shm", "tcp")
     with pytest.raises(ConfigError, match="NIXL, which is not installed"):
         resolve(WorkerConfig, "worker", {"transfer_by": "nixl"}, environ={})
     monkeypatch.setattr("worker.transfer.transports.is_installed", lambda: True)
+    monkeypatch.setattr("worker.transfer.transports.has_rdma", lambda: False)
+    assert transports_of(WorkerConfig()) == ("shm", "tcp")
+    assert transports_of(WorkerConfig(transfer_by="nixl,tcp")) == ("nixl", "tcp")
+    monkeypatch.setattr("worker.transfer.transports.has_rdma", lambda: True)
     assert transports_of(WorkerConfig()) == ("shm", "nixl", "tcp")
     assert transports_of(WorkerConfig(simulate=True)) == ("shm", "tcp")
     assert transports_of(WorkerConfig(transfer_by="tcp,shm")) == ("tcp", "shm")
+
+
+def test_a_machine_with_rdma_has_a_device_of_it(tmp_path: Path) -> None:
+    assert not has_rdma(tmp_path / "none") and not has_rdma(tmp_path)
+    (tmp_path / "mlx5_0").mkdir()
+    assert has_rdma(tmp_path)
