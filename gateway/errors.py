@@ -85,7 +85,8 @@ REFUSALS: dict[Outcome, tuple[int, str, str, float | None]] = {
     Outcome.NEVER_FITS: (400, "invalid_request_error", "never_fits", None),
     Outcome.INVALID: (400, "invalid_request_error", "invalid", None),
     Outcome.NO_WORKER: (503, "service_unavailable", "no_worker", 1.0),
-    Outcome.UNKNOWN_MODEL: (404, "invalid_request_error", "model_not_found", None),
+    # Only what the gateway lists is submitted: a new leader, or workers that are there just now, do not know it yet.
+    Outcome.UNKNOWN_MODEL: (503, "service_unavailable", "no_worker", 1.0),
     Outcome.DRAINING: (503, "service_unavailable", "draining", 1.0),
     Outcome.DEADLINE: (504, "timeout_error", "deadline_exceeded", None),
     Outcome.STALE_EPOCH: (503, "service_unavailable", "stale_epoch", 1.0),

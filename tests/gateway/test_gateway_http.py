@@ -189,7 +189,7 @@ def test_one_refused_prompt_refuses_all_and_leaves_nothing_running(gw: RunningGa
     [
         (Outcome.QUEUE_FULL, 429, True), (Outcome.NO_WORKER, 503, True), (Outcome.DRAINING, 503, True),
         (Outcome.NEVER_FITS, 400, False), (Outcome.TOO_LONG, 400, False), (Outcome.INVALID, 400, False),
-        (Outcome.UNKNOWN_MODEL, 404, False),
+        (Outcome.UNKNOWN_MODEL, 503, True),  # to the scheduler; clients' names are looked up here
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("stream", [False, True])
