@@ -71,7 +71,10 @@ def judge(
         return Outcome.INVALID, f"{sampling.beam_width} beams; the batch holds {slots} sequences", []
     beams = max(1, sampling.beam_width)
     if not any(
-        total <= c.max_model_len and beams * pages_for(total - 1, c.block_size) <= c.num_blocks for c in capacities
+        total <= max_model_len(c, limits)
+        and beams <= limits.batch_slots(c)
+        and beams * pages_for(total - 1, c.block_size) <= c.num_blocks
+        for c in capacities
     ):
         return Outcome.NEVER_FITS, f"{total} tokens need more KV blocks than any worker's pool has", []
     sequences = 1 if sampling.beam_width else submit.n

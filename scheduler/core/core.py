@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import islice
 
-from scheduler.core.admissible import unfinished
+from scheduler.core.admissible import max_model_len, unfinished
 from scheduler.core.beams import BeamSearch
 from scheduler.core.blocks import BlockPool
 from scheduler.core.events import Applied, CoreEvent, Ended, Failed
@@ -77,8 +77,9 @@ class SchedulerCore(MovingState):
         events = self.worker_lost(name, "its worker restarted", now) if name in self.workers else []
         caching = self.limits.enable_prefix_caching and not self.policy.holds_batch
         worker = self.workers[name] = WorkerState(
-            name, incarnation, capacity, BlockPool(capacity.num_blocks), next_step=first_step, prefix_caching=caching
-        )
+            name, incarnation, capacity, BlockPool(capacity.num_blocks), self.limits.batch_slots(capacity),
+            max_model_len(capacity, self.limits), next_step=first_step, prefix_caching=caching,
+        )  # fmt: skip
         if caching:
             worker.pool.adopt(cached)
         key = worker.serves

@@ -38,7 +38,7 @@ USUAL_PROMPT, USUAL_OUTPUT = 512, 128
 _CAUGHT_UP = 4
 """Workers without a speed of their own that are told the others' at each note."""
 
-Form = tuple[str, str, int, int, int, tuple[str, ...]]
+Form = tuple[str, str, int, int, int, int, tuple[str, ...]]
 
 
 @dataclass(slots=True)
@@ -55,7 +55,7 @@ class Load:
     token_us: float = UNMEASURED[0]
     step_us: float = UNMEASURED[1]
     row_us: float = UNMEASURED[2]
-    form: Form = ("", "", 0, 0, 0, ())  # equal ones hold the same, in blocks of the same hashes
+    form: Form = ("", "", 0, 0, 0, 0, ())  # equal ones hold the same, in blocks of the same hashes
     computes: dict[bytes, list[list[bytes]]] = field(default_factory=dict)  # first block -> chains being computed
     given: int = 0  # of the rows, those
     weight: float = 0.0  # what the fleet orders it by
@@ -310,8 +310,8 @@ def _load_of(worker: WorkerState, slots: int) -> Load:
     load = Load(worker, slots, rows, idle=not rows, waits=bool(rows or worker.in_flight))
     capacity = worker.capacity
     load.form = (
-        capacity.dtype, capacity.kv_dtype, capacity.block_size, capacity.max_model_len, worker.pool.num_blocks,
-        tuple(capacity.adapters),
+        capacity.dtype, capacity.kv_dtype, capacity.block_size, worker.max_model_len, worker.slots,
+        worker.pool.num_blocks, tuple(capacity.adapters),
     )  # fmt: skip
     if rows:
         load.kept = rows + worker.expected_growth

@@ -35,12 +35,12 @@ def settle_newcomers(workers: Iterable[WorkerState]) -> list[WorkerState]:
 
 
 def _covers(giver: WorkerState, worker: WorkerState) -> bool:
-    has, needs = giver.capacity, worker.capacity
     return (
         can_fetch(worker, giver)
-        and has.max_model_len >= needs.max_model_len
-        and has.num_blocks >= needs.num_blocks
-        and set(has.adapters) >= set(needs.adapters)
+        and giver.max_model_len >= worker.max_model_len
+        and giver.slots >= worker.slots
+        and giver.pool.num_blocks >= worker.pool.num_blocks
+        and set(giver.capacity.adapters) >= set(worker.capacity.adapters)
     )
 
 

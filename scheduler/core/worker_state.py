@@ -83,6 +83,8 @@ class WorkerState:
     incarnation: int
     capacity: Capacity
     pool: BlockPool
+    slots: int  # of its batch
+    max_model_len: int  # longest prompt + output that it is given, in tokens
     running: RunningSet = field(default_factory=RunningSet)
     held: list[Sequence] = field(default_factory=list)  # ended members of a static batch, still in their slots
     preempted: list[Sequence] = field(default_factory=list)  # settling and settled, most senior first
@@ -268,14 +270,14 @@ class WorkerState:
         return sequence.chain if len(sequence.chain) == blocks else sequence.chain[:blocks]
 
     def can_hold(self, sequence: Sequence) -> bool:
-        """True if the sequence's worst case fits this worker when it is empty (workers of a model may differ), and the
-        worker has its adapter."""
+        """True if the sequence's worst case fits this worker when it is empty (workers of a model may differ), with all
+        the beams of a search, and the worker has its adapter."""
         if sequence.submit.adapter and sequence.submit.adapter not in self.capacity.adapters:
             return False
         total = sequence.worst_case_tokens + 1
         blocks = pages_for(sequence.worst_case_tokens, self.capacity.block_size)
-        blocks *= max(1, sequence.submit.sampling.beam_width)  # a search goes on only with all of its beams
-        return total <= self.capacity.max_model_len and blocks <= self.pool.num_blocks
+        beams = max(1, sequence.submit.sampling.beam_width)  # a search goes on only with all of its beams
+        return total <= self.max_model_len and beams <= self.slots and beams * blocks <= self.pool.num_blocks
 
     @property
     def has_searches(self) -> bool:

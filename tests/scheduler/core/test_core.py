@@ -410,3 +410,27 @@ def encode_state(box: Box) -> tuple[object, ...]:
         box.core.counters,
         [(s.request_id, list(s.tokens), s.pending) for w in box.core.workers.values() for s in w.running],
     )
+
+
+def test_a_prompt_that_is_too_long_for_one_step_of_a_worker_goes_to_another() -> None:
+    limits = Limits(max_num_seqs=4, max_num_batched_tokens=64, enable_chunked_prefill=False, placement="least-loaded")
+    box = Box(limits, workers=0)
+    box.add_worker("a", capacity(max_batched_tokens=16))
+    box.add_worker("large", capacity())
+    assert box.submit(request("r", 30, 6)).outcome is Outcome.ACCEPTED
+    box.run()
+
+
+def test_a_search_that_is_wider_than_any_batch_that_is_left_holds_nobody_up() -> None:
+    box = Box(Limits(max_num_seqs=8, max_num_batched_tokens=64), workers=0)
+    box.add_worker("small", capacity(max_batched_tokens=2))
+    box.add_worker("large", capacity())
+    assert box.submit(request("b", 5, 6, beams=4)).outcome is Outcome.ACCEPTED
+    box.core.worker_lost("large", "gone", box.now, suspect=False)
+    del box.queues["large"]
+    box.submit(request("r", 5, 6, arrival_ns=1))
+    box.now += box.limits.no_worker_grace_ns + MS
+    box.events += box.core.tick(box.now)
+    assert [one.sequence.request_id for one in box.events if isinstance(one, Failed)] == ["b"]
+    box.run()
+    assert box.ends == {("r", 0): "length"}
