@@ -44,12 +44,14 @@ class LosingState(SearchingState):
         del state.workers[name]
         state.fleet.forget(name)
         state.worker_lost_ns = max(1, now)
-        if not state.workers:
-            self._overflow(state)
+        self._overflow(state)
         return events
 
     def _overflow(self, state: QueueState) -> None:
-        """A pool has lost its last worker: what waits goes where the rules say, if that can hold it, and else waits."""
+        """If no worker of a pool takes anything any more, what waits goes where the rules say, if that can hold it, and
+        else waits."""
+        if state.fleet.names:
+            return
         model, pool = state.queue.key
         for other in self._rules.overflow.get(pool, ()):
             target = self._queues.get(QueueKey(model, other))

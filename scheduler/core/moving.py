@@ -68,6 +68,7 @@ class MovingState(LosingState):
                 move.cancel()
             self._note(worker)
             self._settle_newcomers(worker)
+            self._overflow(self._queues[worker.serves])
 
     def hand_over(self, name: str, now: int) -> list[CoreEvent]:
         """Let what runs on a draining worker go on elsewhere, as far as another worker can hold it.
@@ -118,6 +119,8 @@ class MovingState(LosingState):
         self._settle_newcomers(worker)
 
     def _settle_newcomers(self, worker: WorkerState) -> None:
+        if self.policy.holds_batch:
+            return  # such a batch ends where it began
         for changed in settle_newcomers(self._peers(worker)):
             self._note(changed)
 

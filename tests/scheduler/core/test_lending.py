@@ -168,6 +168,18 @@ def test_what_waits_for_a_pool_that_is_gone_goes_where_the_rules_say() -> None:
         assert all(one.end_reason == "length" and one.worker == "long0" for one in box.core.sequences_of(name))
 
 
+def test_what_waits_for_a_pool_whose_last_worker_stops_goes_where_the_rules_say() -> None:
+    box = mesh(pool_overflow="chat>long", pool_lend="")
+    chats(box, 6, max_tokens=40)
+    ask_all(box)
+    box.core.worker_draining("chat0")
+    box.core.check()
+    assert (box.core.queue_of("m", "chat").waiting, box.core.queue_of("m", "long").waiting) == (0, 2)
+    assert box.submit(request("late", 5, 6)).outcome is Outcome.ACCEPTED
+    box.run()
+    box.assert_tokens_right()
+
+
 def test_without_a_rule_it_waits_for_a_worker_and_is_lost_after_a_while() -> None:
     box = mesh(pool_lend="")
     chats(box, 6, max_tokens=20)

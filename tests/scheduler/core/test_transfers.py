@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from mesh_in_a_box import MS, prompt_of, request
+from mesh_in_a_box import MS, Box, capacity, prompt_of, request
 from moving_mesh import MovingBox
 
 from scheduler.core.events import Failed, Moved, NotMoved
@@ -374,3 +374,13 @@ def test_of_many_workers_some_are_asked_in_each_plan(monkeypatch: pytest.MonkeyP
         box.round("w0")
         most = max(most, len(asked))
     assert 0 < most <= 2 * LOOKED_AT, "once for each plan of the round"
+
+
+def test_held_batches_stay_so_that_decode_workers_take_prompts() -> None:
+    box = Box(Limits(max_num_seqs=4, max_num_batched_tokens=16, prefill_chunk_limit=8), "static", workers=0)
+    for name, role in (("w0", PREFILL), ("w1", DECODE)):
+        box.add_worker(name, capacity(role=role, transfer=["box://x/key"]))
+    for number in range(8):
+        box.submit(request(f"r{number}", arrival_ns=number))
+    box.run()
+    assert {plan.worker for plan in box.plans if plan.starts} == {"w0", "w1"}
