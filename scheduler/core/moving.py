@@ -14,6 +14,9 @@ from scheduler.core.transfers import Transfers
 from scheduler.core.worker_state import WorkerState
 from shared.messages import EndReason, Fetched, Role
 
+MOST_GONE = 64
+"""Workers that are not there whose roles are remembered: a batch that is given up comes back in a moment."""
+
 
 class MovingState(LosingState):
     """The state, with sequences that go on at other workers."""
@@ -31,7 +34,11 @@ class MovingState(LosingState):
         worker = self.workers.get(name)
         if worker is not None and worker.role is not role:
             worker.role, worker.full_look = role, None
+            self._given_roles.pop(name, None)
             self._given_roles[name] = worker.incarnation, role
+            gone = [other for other in self._given_roles if other not in self.workers]
+            for other in gone[:-MOST_GONE]:
+                del self._given_roles[other]
             self._settle_newcomers(worker)
         return []
 

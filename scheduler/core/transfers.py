@@ -42,6 +42,9 @@ TARGETS_TRIED = 3
 KEPT = 0.8
 """Weight of fetches before the last one, in what a block is expected to take."""
 
+MOST_PACES = 64
+"""Sources of which a worker remembers how long their blocks took: a thousand may come and go under new names."""
+
 Fits = Callable[[WorkerState, Sequence, Placement, int], bool]
 """(worker, sequence, what it takes there, now): whether it fits there, with what all are expected to grow by."""
 
@@ -228,8 +231,10 @@ class Transfers:
         worker.drop_fetches.append(answer.fetch)
         events: list[CoreEvent] = []
         if not answer.reason:
-            us, fetched = worker.fetch_pace.get(move.source.name, (0.0, 0.0))
+            us, fetched = worker.fetch_pace.pop(move.source.name, (0.0, 0.0))
             worker.fetch_pace[move.source.name] = KEPT * us + answer.us, KEPT * fetched + blocks
+            if len(worker.fetch_pace) > MOST_PACES:
+                del worker.fetch_pace[next(iter(worker.fetch_pace))]
             self._counters.fetched_bytes += answer.bytes
         if move.over:
             return events

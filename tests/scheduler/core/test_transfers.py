@@ -9,9 +9,10 @@ from moving_mesh import MovingBox
 
 from scheduler.core.events import Failed, Moved, NotMoved
 from scheduler.core.limits import Limits
+from scheduler.core.moving import MOST_GONE
 from scheduler.core.sequence import Sequence
 from scheduler.core.step_time import PlannedWork
-from scheduler.core.transfers import LOOKED_AT, Transfers
+from scheduler.core.transfers import LOOKED_AT, MOST_PACES, Transfers
 from scheduler.core.worker_state import WorkerState
 from shared.messages import Role
 
@@ -384,3 +385,24 @@ def test_held_batches_stay_so_that_decode_workers_take_prompts() -> None:
         box.submit(request(f"r{number}", arrival_ns=number))
     box.run()
     assert {plan.worker for plan in box.plans if plan.starts} == {"w0", "w1"}
+
+
+def test_what_is_remembered_of_workers_that_are_gone_is_bounded() -> None:
+    box = box_of(PREFILL, DECODE)
+    core = box.core
+    for number in range(3 * MOST_GONE):
+        name = f"gone{number}"
+        core.worker_up(name, 1, box.capacities["w0"], box.now)
+        core.set_role(name, DECODE, box.now)
+        core.set_role(name, PREFILL, box.now)
+        core.worker_lost(name, "gone", box.now)
+    assert len(core._given_roles) <= MOST_GONE + 1
+    core.worker_up("gone191", 1, box.capacities["w1"], box.now)
+    assert core.workers["gone191"].role is PREFILL, "the last of them is still known"
+    for name in [name for name in core.workers if name.startswith("gone")]:
+        core.worker_lost(name, "gone", box.now)
+    paces = core.workers["w1"].fetch_pace
+    paces.update((f"gone{number}", (1.0, 1.0)) for number in range(MOST_PACES))
+    box.submit(request("r", 20, 20))
+    finished(box)
+    assert moved(box) and len(paces) == MOST_PACES and "w0" in paces and "gone0" not in paces
