@@ -6,6 +6,7 @@ Pages in host memory are registered with it as they are; those of a GPU go throu
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 import select
@@ -93,25 +94,34 @@ class Nixl:
             here = agent.get_xfer_descs([(address, size, 0) for address, _, size in parts], MEMORY)
             there = agent.get_xfer_descs([(address, size, 0) for _, address, size in parts], MEMORY)
             handle = agent.initialize_xfer("READ", here, there, source)
-            state = agent.transfer(handle)
-        stalls = time.monotonic() + STALL_S
-        ends = False
-        while state == "PROC":
-            ends = bool(select.select([connection], [], [], LOOKS_S)[0])  # nothing is said now but that it is over
-            if ends or time.monotonic() > stalls:
-                break
+        try:
             with self._calls:
-                state = agent.check_xfer_state(handle)
-        self._release(agent, handle)
+                state = agent.transfer(handle)
+            state, ends = self._followed(agent, handle, state, connection)
+        finally:
+            self._release(agent, handle)
         if ends:
             raise ConnectionResetError("the connection ended")
         if state != "DONE":
             raise OSError("it timed out" if state == "PROC" else "it gave up")
 
+    def _followed(self, agent: Any, handle: Any, state: str, connection: socket.socket) -> tuple[str, bool]:
+        """(what has become of it, whether ``connection`` has ended before)."""
+        stalls = time.monotonic() + STALL_S
+        said = select.poll()
+        said.register(connection, select.POLLIN)
+        while state == "PROC" and time.monotonic() <= stalls:
+            if said.poll(0):  # nothing is said now but that it is over
+                return state, True
+            time.sleep(LOOKS_S)
+            with self._calls:
+                state = agent.check_xfer_state(handle)
+        return state, False
+
     def _release(self, agent: Any, handle: Any) -> None:
         """Returns once nothing is written any more: one that is under way may have to come to its end first."""
         while True:
-            with self._calls:
+            with self._calls, contextlib.suppress(Exception):  # of kinds that only its bindings know
                 try:
                     agent.release_xfer_handle(handle)
                     return
