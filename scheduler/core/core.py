@@ -106,7 +106,8 @@ class SchedulerCore(MovingState):
             outcome, reason = Outcome.INVALID, f"no beam search with the policy {self.policy.name}"
         if state is not None and outcome is Outcome.ACCEPTED and deadline and submit.attempt == 1:
             # (later attempts have been promised it)
-            needs = _queued_ns(submit, state) + self._predicted_ns(state, len(tokens), 0, submit)
+            needs = _queued_ns(submit, state)
+            needs += self._predicted_ns(state, len(tokens), 0, submit, deadline - now - needs)
             left_ms = (deadline - now - needs) // 1_000_000
             if left_ms < 0:
                 outcome, reason = Outcome.DEADLINE, f"the request is predicted to miss its deadline by {-left_ms} ms"
@@ -385,7 +386,8 @@ class SchedulerCore(MovingState):
             needs = 0
             if all(beam.status is not Status.RUNNING for beam in beams):
                 state = self._queues[sequence.home.key]
-                needs = self._predicted_ns(state, len(sequence.tokens), sequence.generated, submit)
+                left_ns = sequence.deadline - now
+                needs = self._predicted_ns(state, len(sequence.tokens), sequence.generated, submit, left_ns)
             if now + needs > sequence.deadline:
                 for beam in beams:
                     self._leave(beam)
@@ -394,10 +396,11 @@ class SchedulerCore(MovingState):
                 events.append(Failed(sequence, "dropped", "the request can no longer make its deadline", now))
         return events
 
-    def _predicted_ns(self, state: QueueState, tokens: int, generated: int, submit: Submit) -> int:
-        """How long a sequence is expected to take from admission to its end, on the quickest worker.
+    def _predicted_ns(self, state: QueueState, tokens: int, generated: int, submit: Submit, within_ns: int) -> int:
+        """How long a sequence is expected to take from admission to its end, on the quickest worker, or on the first
+        of which that is no more than ``within_ns``: of a thousand the others need not be asked.
 
-        0 as long as no step was measured: nobody is refused on a guess.
+        0 as long as some worker was not measured: nobody is refused on a guess.
         """
         left = self.lengths.left_at(0.5, generated, submit.sampling.max_tokens - generated)
         quickest = 0.0
@@ -405,6 +408,8 @@ class SchedulerCore(MovingState):
             step_us = worker.predictor.decode_us(max(1, len(worker.running)))
             chunks = -(-tokens // self.limits.prefill_chunk_limit)
             needs = worker.predictor.prompt_us(tokens) + step_us * (chunks + max(0, left - 1))
+            if not needs or needs * 1000 <= within_ns:
+                return int(needs * 1000)
             quickest = needs if not quickest else min(quickest, needs)
         return int(quickest * 1000)
 

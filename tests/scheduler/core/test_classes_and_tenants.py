@@ -8,6 +8,7 @@ from mesh_in_a_box import MS, Box, capacity, request
 from scheduler.core.events import Failed
 from scheduler.core.fairness import INPUT_WEIGHT, OUTPUT_WEIGHT
 from scheduler.core.limits import Limits
+from scheduler.core.step_time import PlannedWork, StepTimePredictor
 from scheduler.policies.prefill import share_prefill
 from shared.messages import Outcome, pack_tokens
 
@@ -207,6 +208,27 @@ def test_a_deadline_that_cannot_be_made_is_refused_at_submit_and_dropped_in_the_
     assert [(event.sequence.request_id, event.kind) for event in dropped] == [("waits", "dropped")]
     box.run()
     box.assert_idle()
+
+
+def test_a_deadline_is_looked_at_without_asking_every_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    box = Box(Limits(max_num_seqs=1), workers=20)
+    for worker in box.core.workers.values():
+        for rows in (1, 2, 4):
+            worker.predictor.observe(PlannedWork(rows), 1000.0)
+    for number in range(8):
+        box.submit(request(f"r{number}", arrival_ns=number), deadline=box.now + 10**9)
+    asked: list[int] = []
+    decode_us = StepTimePredictor.decode_us
+
+    def watched(self: StepTimePredictor, rows: int) -> float:
+        asked.append(rows)
+        return decode_us(self, rows)
+
+    monkeypatch.setattr(StepTimePredictor, "decode_us", watched)
+    assert not box.core.tick(box.now + MS)
+    assert 0 < len(asked) <= 8, "once for each that waits"
+    late = box.core.tick(box.now + 10**9)
+    assert len(late) == 8 and all(isinstance(one, Failed) and one.kind == "dropped" for one in late)
 
 
 def test_a_running_sequence_past_its_deadline_is_dropped_at_once() -> None:
