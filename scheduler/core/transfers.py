@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from scheduler.core.admission import LOOK_AGAIN
 from scheduler.core.draft import PlanDraft
 from scheduler.core.events import CoreEvent, Counters, Moved, NotMoved
 from scheduler.core.limits import Limits
 from scheduler.core.move import LAST_BLOCKS, LATE_FETCHES, MOST_PAGES, Move, Why
 from scheduler.core.roles import can_fetch
-from scheduler.core.sequence import Sequence, Status
+from scheduler.core.sequence import Sequence, Status, pages_for
 from scheduler.core.suspects import Suspects
 from scheduler.core.worker_state import Placement, PlanInFlight, WorkerState
 from scheduler.policies.victim import Candidate, choose_victim
@@ -121,11 +122,19 @@ class Transfers:
         mixed_last = why is Why.ROLE
         measured = all(one.predictor.decode_us(1) for one in able)
         able.sort(key=lambda one: (mixed_last and one.role is not Role.DECODE, _cost(one, measured), one.name))
-        for target in able[:TARGETS_TRIED]:
+        blocks = pages_for(len(sequence.tokens), source.capacity.block_size)
+        tried = 0
+        for target in able:
+            if _refused_lately(target, blocks):
+                continue
+            if tried == TARGETS_TRIED:
+                break
+            tried += 1
             placement = target.place(sequence, len(sequence.tokens))
             if why is not Why.ROLE and not _quicker(source, target, sequence, placement):
                 continue
             if not self._fits(target, sequence, placement, now):
+                target.refused = target.next_step, target.pool.releases, blocks
                 continue
             target.pool.share(placement.hits)
             fresh = target.pool.allocate(placement.new)
@@ -290,6 +299,16 @@ class Transfers:
         move.sequence.failed_moves += 1
         self._counters.failed_moves += 1
         events.append(NotMoved(move.sequence, move.target.name, move.why, reason, now))
+
+
+def _refused_lately(worker: WorkerState, blocks: int) -> bool:
+    """True if the worker had no room for one of no more ``blocks`` of late, and to look again would be in vain or too
+    dear: a look costs in proportion to what runs there, and it is asked for with every plan of the others."""
+    if worker.refused is None or not worker.running:
+        return False
+    step, releases, least = worker.refused
+    plans = worker.next_step - step
+    return blocks >= least and (not plans or (releases == worker.pool.releases and plans < LOOK_AGAIN))
 
 
 def _cost(worker: WorkerState, measured: bool) -> float:

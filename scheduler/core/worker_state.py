@@ -118,6 +118,7 @@ class WorkerState:
         "",
     )  # (Lack, request id): what those that wait waited for at the last look; empty: none
     full_look: tuple[int, int, int] | None = None  # (step, changes of the queue, releases) when admission left off
+    refused: tuple[int, int, int] | None = None  # (step, releases, blocks) when it had no room for one that was to move
     prefilling: list[Sequence] = field(default_factory=list)  # with prompt tokens that the last plan left over
     prompts_left: int = 0  # how many tokens those are
     prompts_us: float = 0.0  # that steps have taken because of prompts, since it came up

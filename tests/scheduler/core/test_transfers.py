@@ -406,3 +406,24 @@ def test_what_is_remembered_of_workers_that_are_gone_is_bounded() -> None:
     box.submit(request("r", 20, 20))
     finished(box)
     assert moved(box) and len(paces) == MOST_PACES and "w0" in paces and "gone0" not in paces
+
+
+def test_a_worker_without_room_is_not_asked_again_with_every_plan_of_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    box = box_of(PREFILL, DECODE, limits=Limits(max_num_seqs=16, max_num_batched_tokens=64), num_blocks=32)
+    looks: list[bool] = []
+    fits = box.core._transfers._fits
+
+    def watched(*args: object) -> bool:
+        looks.append(fits(*args))  # type: ignore[arg-type]
+        return looks[-1]
+
+    monkeypatch.setattr(box.core._transfers, "_fits", watched)
+    for number in range(12):
+        box.submit(request(f"r{number:02}", 8, 60, arrival_ns=number))
+    rounds(box, 20)
+    planned = len([plan for plan in box.plans if plan.worker == "w1"])
+    assert any(looks) and 0 < looks.count(False) <= planned
+    assert sum(one.remaining <= 1 for one in box.core.workers["w0"].running) > 2, "they decode where they are"
+    finished(box)
