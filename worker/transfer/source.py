@@ -8,7 +8,7 @@ import math
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from worker.transfer.errors import TransferFailed, WayUnusable
@@ -74,6 +74,7 @@ class Source:
         self._listening: list[socket.socket] = []
         self._lock = threading.Lock()
         self._connections: set[socket.socket] = set()
+        self._fetching = 0  # connections that have shown the key
         self._closed = False
         self._idle_since = -math.inf
 
@@ -84,9 +85,9 @@ class Source:
             threading.Thread(target=self._accept, args=(listening,), name="transfer-listen", daemon=True).start()
 
     def idle_s(self) -> float:
-        """How long nobody has been connected; 0 while somebody is, infinity if nobody ever was. From any thread."""
+        """How long nobody has fetched; 0 while somebody does, infinity if nobody ever has. From any thread."""
         with self._lock:
-            return 0.0 if self._connections else time.monotonic() - self._idle_since
+            return 0.0 if self._fetching else time.monotonic() - self._idle_since
 
     def close(self) -> None:
         with self._lock:
@@ -125,7 +126,8 @@ class Source:
             if request is None:
                 self._served("", 0, "a stranger")
                 return
-            self._answer(connection, request)
+            with self._fetches():
+                self._answer(connection, request)
         except OSError as error:
             log.debug("a transfer of KV blocks ended: %s", error)
         except Exception:  # the one that fetches hears that the connection has ended
@@ -133,8 +135,18 @@ class Source:
         finally:
             with self._lock:
                 self._connections.discard(connection)
-                self._idle_since = time.monotonic()
             connection.close()
+
+    @contextlib.contextmanager
+    def _fetches(self) -> Iterator[None]:
+        with self._lock:
+            self._fetching += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._fetching -= 1
+                self._idle_since = time.monotonic()
 
     def _answer(self, connection: socket.socket, request: Request) -> None:
         count = 0

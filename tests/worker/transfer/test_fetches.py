@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import socket
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -213,6 +215,23 @@ def test_a_stranger_that_says_little_by_little_is_hung_up_on(
                     if not stranger.recv(1):
                         break
         assert said < len(wire.MAGIC) + 32
+
+
+def test_a_stranger_keeps_no_worker_from_stopping(ends: tuple[End, End]) -> None:
+    """It waits for those who fetch, and for a while behind them."""
+    source, target = ends
+    host, _, port = parse(source.exchange.addresses[0]).place.rpartition(":")
+    with socket.create_connection((host, int(port)), PATIENCE_S) as stranger:
+        late = time.monotonic() + PATIENCE_S
+        while not source.exchange._source._connections and time.monotonic() < late:  # type: ignore[union-attr]
+            time.sleep(0.001)
+        assert source.exchange.idle_s() == math.inf
+        stranger.sendall(100 * b"?")
+        assert source.served.get(timeout=PATIENCE_S) == ("", 0, "a stranger")
+    assert source.exchange.idle_s() == math.inf
+    target.fetch(source, [(1, 2)])
+    assert not target.answer().reason
+    assert source.exchange.idle_s() < PATIENCE_S  # type: ignore[operator]
 
 
 def test_a_source_that_lies_is_found_out() -> None:
