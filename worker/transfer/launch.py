@@ -42,5 +42,7 @@ class OnLoop:
             except CancelledError:
                 raise TransferFailed(self._ended()) from None
             except TimeoutError:
-                if not done.done() and self._ended():
+                if done.done():  # it is the work's own
+                    return done.result()
+                if self._ended():
                     done.cancel()  # unless it runs

@@ -162,6 +162,12 @@ def test_work_that_runs_already_is_waited_for() -> None:
     with pytest.raises(ZeroDivisionError):
         OnLoop(lambda run: run(), lambda: "")(lambda: 1 // 0)
 
+    def too_slow() -> None:
+        raise TimeoutError
+
+    with pytest.raises(TimeoutError):
+        OnLoop(lambda run: run(), lambda: "")(too_slow)
+
 
 def test_a_fetch_that_can_not_be_ended_ends_the_step_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """And so the worker: its pages are nobody's to give away any more."""
