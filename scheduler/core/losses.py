@@ -91,8 +91,8 @@ class LosingState(SearchingState):
         worker.trial = 0
 
     def _has_members(self, worker: WorkerState) -> bool:
-        """True if somebody of the group that the worker tries is there or waits."""
-        queue = self._queues[worker.serves].queue
+        """True if somebody of the group that the worker tries is there, or waits for it."""
+        queue = self._queues[worker.serves].queue if worker.takes_new else ()
         group_of = self._suspects.group_of
         return any(group_of(one) == worker.trial for some in (worker.running, worker.preempted, queue) for one in some)
 

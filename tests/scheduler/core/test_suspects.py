@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+import msgspec
 import pytest
 from lossy_mesh import LossyBox
-from mesh_in_a_box import MS, VOCAB, prompt_of, request
+from mesh_in_a_box import MS, VOCAB, Box, capacity, prompt_of, request
 
 from scheduler.core.events import Failed
 from scheduler.core.limits import Limits
 from scheduler.core.sequence import Lack
-from shared.messages import Outcome, StepPlan, StepResult, encode, unpack_tokens
+from shared.messages import Outcome, Role, StepPlan, StepResult, encode, unpack_tokens
 from worker.simulated import expected_tokens
 
 LIMITS = Limits(max_num_seqs=32, max_num_batched_tokens=256, prefill_chunk_limit=64, max_num_queued_reqs=64)
@@ -309,3 +310,25 @@ def test_the_same_crashes_give_the_same_plans() -> None:
         box.serve()
         runs.append([encode(plan) for plan in box.plans])
     assert runs[0] == runs[1]
+
+
+def test_a_trial_goes_to_another_worker_when_its_own_takes_no_prompts_any_more() -> None:
+    box = Box(Limits(max_num_seqs=4, max_num_batched_tokens=16, prefill_chunk_limit=8), workers=0)
+    cap = capacity(transfer=["box://x/key"])
+    box.add_worker("w0", cap)
+    box.submit(request("bad"))
+    box.plan("w0")
+    box.events += box.core.worker_lost("w0", "it crashed", box.now)
+    box.add_worker("w0", cap, 2)
+    box.submit(request("beside", 5, 2, arrival_ns=1))
+    box.plan("w0")
+    box.apply(box.execute("w0"))
+    box.submit(request("bad", attempt=2))
+    box.plan("w0")
+    assert box.core.workers["w0"].trial and len(box.core.workers["w0"].running) == 1
+    box.add_worker("w1", msgspec.structs.replace(cap, role=Role.PREFILL))
+    box.events += box.core.set_role("w0", Role.DECODE, box.now)
+    box.apply(box.execute("w0"))
+    box.run(200)
+    assert box.ends == {("beside", 0): "length", ("bad", 0): "length"}
+    box.assert_tokens_right()
