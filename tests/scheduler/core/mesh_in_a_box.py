@@ -169,7 +169,7 @@ class Box:
         worker = self.core.workers[worker_name]
         assert not len(worker.running), f"{len(worker.running)} sequences run and none has a row"
         assert not worker.preempted, f"{len(worker.preempted)} preempted sequences have an empty worker and stay out"
-        if self.core.policy.name == "continuous" and not worker.draining:
+        if self.core.policy.name == "continuous" and worker.takes_new and not worker.draining:
             suspects = self.core._suspects
             waiting = [
                 sequence.request_id
