@@ -9,6 +9,7 @@ of its own pool, beside which the borrowed ones run to their ends.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import islice
 
 from scheduler.core.limits import Limits
 from scheduler.core.pools import PoolRules, QueueKey
@@ -49,6 +50,8 @@ def borrower(
     for pool in lent:
         state = queues.get(QueueKey(worker.capacity.model, pool))
         if state is None or not state.queue or state.fleet.has_room:
+            continue
+        if not any(map(worker.can_hold, islice(state.queue, limits.backfill_window + 1))):
             continue
         own = queues[worker.serves].queue
         if any(one.home is own for one in worker.sequences()):

@@ -123,6 +123,20 @@ def test_its_own_next_request_finds_room_beside_what_is_lent() -> None:
     box.assert_tokens_right()
 
 
+def test_what_a_lender_cannot_hold_keeps_it_from_no_other_pool() -> None:
+    box = Box(Limits(max_num_seqs=2, max_num_batched_tokens=16, pools="a:-8,b:9-16,c:17-"), workers=0)
+    for pool in "abc":
+        box.add_worker(f"{pool}0", capacity(pool=pool, adapters=["x"] if pool == "b" else []))
+    for number in range(3):
+        box.submit(request(f"b{number}", 12, 20, adapter="x", arrival_ns=number))
+        box.submit(request(f"a{number}", 5, 20, arrival_ns=number))
+    ask_all(box)
+    assert (on(box, "a0"), on(box, "b0")) == (["a0", "a1"], ["b0", "b1"])
+    assert on(box, "c0") == ["a2"]
+    box.run()
+    box.assert_tokens_right()
+
+
 def test_what_waits_is_shared_out_among_the_lenders() -> None:
     box = mesh(long=3)
     chats(box, SLOTS + 3)
