@@ -263,11 +263,7 @@ class SchedulerCore(MovingState):
         horizon = now - self.limits.tombstone_ns
         for key in [key for key, at in self._tombstones.items() if at < horizon]:
             del self._tombstones[key]
-        while self._ended and self._ended[0][0] < horizon:
-            _, request_id = self._ended.popleft()
-            request = self._requests.get(request_id)
-            if request is not None and not request.live and request.ended_ns < horizon:  # not in a later attempt
-                del self._requests[request_id]
+        self._forget(now)
         if self._suspects:
             self._suspects.expire(horizon, {request_id for request_id, req in self._requests.items() if req.live})
         events = self._drop_late(now) + self._transfers.expire(self.workers.values(), now)

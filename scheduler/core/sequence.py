@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from scheduler.core.beams import BeamSearch
 from shared.messages import Submit
 
@@ -158,6 +160,11 @@ class Sequence:
     def worst_case_tokens(self) -> int:
         """Most KV entries it can ever need: the last sampled token is never computed (DESIGN 6)."""
         return self.prompt_len + self.submit.sampling.max_tokens - 1
+
+    def shed(self) -> None:
+        """It has ended, and nothing asks any more what it held: only that it was there is remembered."""
+        self.tokens, self.chain = [], []
+        self.submit = msgspec.structs.replace(self.submit, prompt=b"", resumed=[])
 
     def become(self, status: Status) -> None:
         if status not in _NEXT[self.status]:

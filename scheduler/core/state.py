@@ -20,6 +20,10 @@ from scheduler.core.worker_state import WorkerState
 from scheduler.policies.batching import BATCHING_POLICIES
 from shared.pool_name import DEFAULT_POOL
 
+KEPT_WHOLE_NS = 2_000_000_000
+"""For how long the tokens of an ended request are kept: whoever drives the core may still tell of them. Its id is kept
+for longer, since a long prompt takes a hundred times more."""
+
 
 @dataclass(slots=True)
 class RequestState:
@@ -61,6 +65,7 @@ class CoreState:
         self._queues: dict[QueueKey, QueueState] = {}
         self._requests: dict[str, RequestState] = {}
         self._ended: deque[tuple[int, str]] = deque()  # (when, request) of those without a live sequence, in order
+        self._whole: deque[tuple[int, str]] = deque()  # those of them that still hold their tokens
         self._unsettled: dict[str, None] = {}  # workers of which results came since tenants' counters were up to date
         self._tombstones: dict[tuple[str, int], int] = {}  # (request, attempt) cancelled before its submit -> when
         self._created = 0  # sequences
@@ -272,3 +277,20 @@ class CoreState:
         if request.live == 0:
             request.ended_ns = now
             self._ended.append((now, sequence.request_id))
+            self._whole.append((now, sequence.request_id))
+
+    def _forget(self, now: int) -> None:
+        """Let go of what has ended: at first of what it held, in the end of all."""
+        while self._whole and self._whole[0][0] < now - KEPT_WHOLE_NS:
+            _, request_id = self._whole.popleft()
+            request = self._requests.get(request_id)
+            if request is not None and not request.live and request.ended_ns < now - KEPT_WHOLE_NS:
+                for sequence in request.sequences:
+                    if sequence.status is Status.ENDED:  # a held one is still in its batch
+                        sequence.shed()
+        horizon = now - self.limits.tombstone_ns
+        while self._ended and self._ended[0][0] < horizon:
+            _, request_id = self._ended.popleft()
+            request = self._requests.get(request_id)
+            if request is not None and not request.live and request.ended_ns < horizon:  # not in a later attempt
+                del self._requests[request_id]

@@ -8,6 +8,7 @@ from mesh_in_a_box import MS, Box, capacity, request
 from scheduler.core.core import BadResult, ResultGap, SchedulerCore
 from scheduler.core.events import Ended, Failed, Preempted
 from scheduler.core.limits import Limits
+from scheduler.core.state import KEPT_WHOLE_NS
 from shared.messages import Outcome, StepResult, encode, pack_tokens
 
 
@@ -248,6 +249,24 @@ def test_tombstones_and_ended_requests_are_forgotten_in_time() -> None:
     box.now += box.limits.tombstone_ns + MS
     box.core.tick(box.now)
     assert not box.core._tombstones and not box.core._requests
+
+
+def test_an_ended_request_soon_holds_no_tokens_and_is_still_known() -> None:
+    box = Box()
+    box.submit(request("a", n=2))
+    box.submit(request("b", max_tokens=60))
+    while ("a", 1) not in box.ends or ("a", 0) not in box.ends:
+        box.step()
+    box.core.tick(box.now)
+    assert all(one.tokens for one in box.core.sequences_of("a")), "whoever drives the core may still tell of it"
+    box.now += KEPT_WHOLE_NS + MS
+    box.core.tick(box.now)
+    assert not any(one.tokens or one.chain or one.submit.prompt for one in box.core.sequences_of("a"))
+    assert box.core.sequences_of("b")[0].tokens, "it runs"
+    assert box.submit(request("a", n=2)).outcome is Outcome.DUPLICATE
+    box.run()
+    box.assert_idle()
+    assert box.ends["b", 0] == "length"
 
 
 def test_cancelled_slots_are_dropped_even_when_nothing_runs() -> None:
