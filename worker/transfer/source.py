@@ -112,9 +112,15 @@ class Source:
                 welcome = not self._closed and len(self._connections) < MOST_CONNECTIONS
                 if welcome:
                     self._connections.add(connection)
-            if welcome:
+            if not welcome:
+                connection.close()
+                continue
+            try:
                 threading.Thread(target=self._serve, args=(connection,), name="transfer-send", daemon=True).start()
-            else:
+            except RuntimeError:  # the process has as many threads as it may
+                log.exception("cannot serve a connection for KV blocks")
+                with self._lock:
+                    self._connections.discard(connection)
                 connection.close()
 
     def _serve(self, connection: socket.socket) -> None:

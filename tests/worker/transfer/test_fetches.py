@@ -234,6 +234,25 @@ def test_a_stranger_keeps_no_worker_from_stopping(ends: tuple[End, End]) -> None
     assert source.exchange.idle_s() < PATIENCE_S  # type: ignore[operator]
 
 
+def test_a_source_that_gets_no_thread_goes_on_listening(ends: tuple[End, End], monkeypatch: pytest.MonkeyPatch) -> None:
+    source, target = ends
+    start = threading.Thread.start
+    refused: list[str] = []
+
+    def scarce(thread: threading.Thread) -> None:
+        if thread.name == "transfer-send" and not refused:
+            refused.append(thread.name)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", scarce)
+    target.fetch(source, [(1, 2)])
+    assert target.answer().reason and refused
+    assert not source.exchange._source._connections  # type: ignore[union-attr]
+    target.fetch(source, [(1, 2)], 2)
+    assert not target.answer().reason
+
+
 def test_a_source_that_lies_is_found_out() -> None:
     """One that sends other bytes than it has summed, and one that sends nonsense."""
     memory = host_pages(4)
