@@ -87,8 +87,16 @@ class Fetches:
                 job = self._jobs[order.fetch] = _Job(plan.epoch, order)
                 self._waiting.append(job)
                 if self._threads < MOST_AT_ONCE:
-                    self._threads += 1
-                    threading.Thread(target=self._run, name="transfer-fetch", daemon=True).start()
+                    self._start_thread(job)
+
+    def _start_thread(self, job: _Job) -> None:
+        try:
+            threading.Thread(target=self._run, name="transfer-fetch", daemon=True).start()
+            self._threads += 1
+        except RuntimeError as error:  # the process has as many as it may
+            if not self._threads:  # else one of those takes the job in its turn
+                self._waiting.remove(job)
+                self._finish(job, "", str(error))
 
     def end(self) -> None:
         """See :meth:`worker.step_loop.Fetching.end`."""

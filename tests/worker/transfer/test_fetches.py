@@ -253,6 +253,21 @@ def test_a_source_that_gets_no_thread_goes_on_listening(ends: tuple[End, End], m
     assert not target.answer().reason
 
 
+def test_a_fetch_that_gets_no_thread_is_answered(ends: tuple[End, End], monkeypatch: pytest.MonkeyPatch) -> None:
+    source, target = ends
+
+    def scarce(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", scarce)
+        for number in range(1, MOST_AT_ONCE + 2):
+            target.fetch(source, [(1, 2)], number)
+            assert target.answer().reason == "can't start new thread"
+    target.fetch(source, [(1, 2)], 9)
+    assert (answer := target.answer()).fetch == 9 and not answer.reason
+
+
 def test_a_source_that_lies_is_found_out() -> None:
     """One that sends other bytes than it has summed, and one that sends nonsense."""
     memory = host_pages(4)
