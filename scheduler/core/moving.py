@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from scheduler.core.admission import Admission
 from scheduler.core.draft import PlanDraft
 from scheduler.core.events import CoreEvent, Failed
@@ -93,7 +95,7 @@ class MovingState(LosingState):
             peers = list(self._queues[sequence.home.key].workers.values())
             if self._moves_by_blocks(worker, sequence, peers, now):
                 continue
-            if not any(not other.draining and other.can_hold(sequence) for other in peers):
+            if not any(not other.draining and other.can_hold(sequence) for other in self._resuming(sequence)):
                 continue
             for moved in (*sequence.children, sequence):  # children first: else one of them would be its heir
                 self._leave(moved)
@@ -101,6 +103,13 @@ class MovingState(LosingState):
                 if speaks(moved):
                     events.append(Failed(moved, "moved", "its worker is stopping", now))
         return events
+
+    def _resuming(self, sequence: Sequence) -> Iterator[WorkerState]:
+        """Workers to which it may come when it is resumed: its pool's, or those that its pool overflows to."""
+        key = sequence.home.key
+        pools = (key.pool,) if self._queues[key].fleet.names else self._rules.overflow.get(key.pool, ())
+        for pool in pools:
+            yield from self.workers_of(key.model, pool)
 
     def _moves_by_blocks(
         self, worker: WorkerState, sequence: Sequence, peers: list[WorkerState], now: int

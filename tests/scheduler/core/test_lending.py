@@ -194,6 +194,18 @@ def test_what_waits_for_a_pool_whose_last_worker_stops_goes_where_the_rules_say(
     box.assert_tokens_right()
 
 
+def test_what_runs_on_a_pools_last_worker_that_stops_is_handed_over_where_the_rules_say() -> None:
+    for overflow in ("", "chat>long"):
+        box = mesh(pool_overflow=overflow)
+        chats(box, 1, max_tokens=40)
+        box.step("chat0")
+        box.core.worker_draining("chat0")
+        moved = [one for one in box.core.hand_over("chat0", box.now) if isinstance(one, Failed)]
+        assert [one.kind for one in moved] == (["moved"] if overflow else []), "to be resumed, or it runs to its end"
+        resumed = box.submit(request("c00", 5, 40, attempt=2))
+        assert resumed.outcome is (Outcome.ACCEPTED if overflow else Outcome.NO_WORKER)
+
+
 def test_without_a_rule_it_waits_for_a_worker_and_is_lost_after_a_while() -> None:
     box = mesh(pool_lend="")
     chats(box, 6, max_tokens=20)
