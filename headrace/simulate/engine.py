@@ -85,8 +85,8 @@ class Simulation:
         """
         self._at(TICK_NS, self._tick)
         if self._concurrency:
-            for _ in range(min(self._concurrency, len(self._requests))):
-                self._submit_next()
+            for _ in range(self._concurrency):
+                self._closed_loop()
             self._pump_all()
         elif self._requests:
             self._at(self._requests[0].at_ns + self._bus_ns, self._arrive)
@@ -120,7 +120,8 @@ class Simulation:
             self._at(requests[self._next_request].at_ns + self._bus_ns, self._arrive)
         self._pump_all()
 
-    def _submit_next(self) -> None:
+    def _submit_next(self) -> bool:
+        """Whether the request was accepted."""
         index = self._next_request
         self._next_request += 1
         request = self._requests[index]
@@ -153,20 +154,22 @@ class Simulation:
             refused[reply.outcome.value] = refused.get(reply.outcome.value, 0) + choices
             for number in range(first, first + choices):
                 self.measured.ended(number, "refused", self.now)
-            self._closed_loop()
-            return
+            return False
         self._open += choices
         self._choices_left[index] = choices
         if request.cancel_ns:
             self._at(arrived + request.cancel_ns, self._cancel, submit.request_id)
+        return True
 
     def _cancel(self, request_id: str) -> None:
         self._carry_out(self.core.cancel(request_id, 1, -1, self.now))
         self._pump_all()
 
     def _closed_loop(self) -> None:
-        if self._concurrency and self._next_request < len(self._requests):
-            self._submit_next()
+        """A client whose request has ended sends the next one, and at once another if that is refused."""
+        while self._concurrency and self._next_request < len(self._requests):
+            if self._submit_next():
+                break
 
     # --- scheduler --------------------------------------------------------------------------------------------------
 

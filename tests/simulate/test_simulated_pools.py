@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -41,6 +42,16 @@ def test_each_kind_runs_in_its_pool_and_what_is_watched_is_counted_apart() -> No
     assert [key.pool for key in one.core.queues] == ["short", "long"]
     left = [queue.left for queue in one.core.queues.values()]
     assert left == [40, 8]
+
+
+def test_clients_in_a_closed_loop_go_on_after_a_refusal() -> None:
+    """Two thousand long prompts find no worker of their pool, and each client asks for its next one at once."""
+    scenario = replace(MESH, worker_pools="short=2")
+    refused, served = stream(uniform(3000, 20), 2000, 2, 0.0), stream(uniform(50, 20), 40, 1, 0.0)
+    one = run(scenario, [*refused[:-5], *served, *refused[-5:]], concurrency=8)
+    assert (one.figures.served, one.figures.refused) == (40, 2000)
+    none = run(scenario, refused, concurrency=4096)
+    assert (none.figures.served, none.figures.refused) == (0, 2000)
 
 
 def test_a_comparison_from_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
