@@ -48,11 +48,14 @@ def warm_up(
     port.synchronize()
     launches.clear()
     wanted = graphs.ahead()
+    ranks = mine()
+    if ranks is not None:
+        ranks.begin_steps()  # a graph's sums stay in the group that they were captured in
     with _little_to_collect():
         for done, key in enumerate(wanted):
             # A pass has sums over all ranks: they make the same ones.
             go_on = more("decode steps", done, len(wanted)) and graphs.open
-            if not (go_on if (ranks := mine()) is None else ranks.all_agree(go_on)):
+            if not (go_on if ranks is None else ranks.all_agree(go_on)):
                 break
             graphs.capture(*key)
         port.synchronize()

@@ -51,7 +51,8 @@ class Ranks:
         dist.all_reduce(torch.zeros(1, device=device_type), group=self._steps)  # a captured one could not connect
 
     def begin_steps(self) -> None:
-        """From here on no collective waits longer than STEP_TIMEOUT. Every rank calls it."""
+        """From here on no collective waits longer than STEP_TIMEOUT. Every rank calls it before its first graph: a
+        rank that has given its graphs up adds in this group, and those that replay theirs must too."""
         self._group = self._steps
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:

@@ -71,8 +71,27 @@ def test_ranks_capture_as_many_as_the_one_that_gives_up_first(monkeypatch: pytes
         asked.append(yes)
         return yes and len(asked) < 4
 
-    monkeypatch.setattr(module, "mine", lambda: SimpleNamespace(all_agree=all_agree))
+    monkeypatch.setattr(module, "mine", lambda: SimpleNamespace(all_agree=all_agree, begin_steps=lambda: None))
     kernel = Kernel()
     prepared, runner = stand(kernel)
     warm_up(prepared, runner, 1000.0, kernel.clock)
     assert asked == [True] * 4 and len(runner.graphs) == 3
+
+
+def test_what_is_captured_has_its_sums_in_the_group_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a rank that has given up its graphs waits in one group for those that replay theirs in another."""
+    groups = ["loading"]
+    used = []
+    ranks = SimpleNamespace(all_agree=lambda yes: yes, begin_steps=lambda: groups.append("steps"))
+    monkeypatch.setattr(module, "mine", lambda: ranks)
+    kernel = Kernel()
+    prepared, runner = stand(kernel)
+    forward = runner.model.forward
+
+    def summed(*args: Any) -> Any:
+        used.append(groups[-1])
+        return forward(*args)
+
+    monkeypatch.setattr(runner.model, "forward", summed)
+    warm_up(prepared, runner, 1000.0, kernel.clock)
+    assert len(runner.graphs) == 9 and set(used) == {"steps"}
