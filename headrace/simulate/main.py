@@ -19,7 +19,7 @@ from headrace.simulate.limits_flags import add_limit_flags, canonical, changed, 
 from headrace.simulate.report import Slo, table
 from headrace.simulate.roles import roles_of, workers_of
 from headrace.simulate.scenario import SIMULATED_LIMITS, Run, Scenario, run
-from headrace.simulate.worker_pools import pools_of
+from headrace.simulate.worker_pools import parsed_pools, pools_of
 from headrace.simulate.workload import ARRIVALS, LENGTHS, Lengths, Request, prefixed, stream, uniform
 from scheduler.policies.batching import BATCHING_POLICIES
 from shared.config import ConfigError, Parser
@@ -41,12 +41,14 @@ def parser() -> Parser:
     add("--model", default="llama-3.1-8b", help=f"{', '.join(MODELS)}, or a config.json {shown}")
     add("--gpu", default="a100-80", help=f"{', '.join(GPUS)} {shown}")
     add("--tp", type=int, default=1, help=f"GPUs that share the model, tensor parallelism {shown}")
-    add("--workers", type=int, help="workers, each a whole model (default: as many as --roles names, or 1)")
+    named = "as many as --roles or --worker-pools name, or 1"
+    add("--workers", type=int, help=f"workers, each a whole model (default: {named})")
     add("--worker-pools", default="", metavar="NAME=COUNT,...", help="pools that they are in (default: all in one)")
     add("--roles", default="", metavar="ROLE=COUNT,...", help="prefill=4,decode=12; others are mixed (default: all)")
     add("--plan-roles", action="store_true", help="move workers between prefill and decode as the load asks")
-    add("--link-gbit", type=float, default=100.0, help=f"of a worker's link, for KV blocks, in Gbit/s {shown}")
-    add("--link-us", type=float, default=50.0, help=f"until the first byte of a transfer of KV blocks {shown}")
+    gbit = f"of a worker's link, in Gbit/s, for KV blocks, with --roles (default: {Scenario.link_gbit})"
+    add("--link-gbit", type=float, help=gbit)
+    add("--link-us", type=float, help=f"until a transfer's first byte, with --roles (default: {Scenario.link_us})")
     add("--block-size", type=int, default=16, help=f"tokens in a KV block {shown}")
     add("--max-model-len", type=int, default=8192, help=f"longest prompt and output together, in tokens {shown}")
     add("--kv-tokens", type=int, default=0, help="size of the KV pool (default: 0, what the card has left)")
@@ -199,6 +201,7 @@ _OPTIONS: dict[str, type] = {
 def _variants(compare: str | None, values: dict[str, Any]) -> list[tuple[str, Scenario]]:
     slo = Slo(values["slo_ttft_ms"], values["slo_tpot_ms"])
     made = []
+    link = ""
     alone = values["baseline"] or values["policy"]
     for variant in [alone] if compare is None else compare.split(","):
         own = dict(values)
@@ -210,13 +213,16 @@ def _variants(compare: str | None, values: dict[str, Any]) -> list[tuple[str, Sc
             own[name] = _parsed(name, value)
         if own["policy"] not in BATCHING_POLICIES or own["baseline"] not in BASELINES:
             raise ConfigError(f"--compare {variant}: unknown policy or baseline")
-        own["workers"] = workers_of(own["workers"], own["roles"])
+        own["workers"] = workers_of(own["workers"], own["roles"], sum(parsed_pools(own["worker_pools"]).values()))
         _check_scenario(own)
-        scenario = Scenario(**{name: own[name] for name in _OPTIONS}, slo=slo)
+        link = link or next((name for name in ("link_gbit", "link_us") if own[name] is not None), "")
+        scenario = Scenario(**{name: own[name] for name in _OPTIONS if own[name] is not None}, slo=slo)
         deployment = scenario.deployment
         if not scenario.kv_tokens:
             _ = deployment.kv_tokens  # a model that does not fit is said before any variant runs
         made.append((variant, replace(scenario, limits=changed(SIMULATED_LIMITS, own))))
+    if link and not any(scenario.roles for _, scenario in made):
+        raise ConfigError(f"--{link.replace('_', '-')} goes with --roles only: without them nothing moves")
     return made
 
 

@@ -24,12 +24,14 @@ def parsed_roles(text: str) -> dict[Role, int]:
     return counts
 
 
-def workers_of(workers: int | None, text: str) -> int:
-    """How many there are: as said, or as many as ``text`` gives a role to. Raises ConfigError if it names more."""
+def workers_of(workers: int | None, text: str, in_pools: int = 0) -> int:
+    """How many there are: as said, or as many as ``text`` gives a role to or as pools name (``in_pools``), whichever is
+    more. Raises ConfigError if ``text`` names more.
+    """
     named = sum(parsed_roles(text).values())
     if workers is not None and named > workers:
         raise ConfigError(f"--roles {text}: names {named} workers, of {workers}")
-    return max(1, named) if workers is None else workers
+    return max(1, named, in_pools) if workers is None else workers
 
 
 def roles_of(workers: int, text: str) -> list[Role]:

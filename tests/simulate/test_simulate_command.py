@@ -76,6 +76,8 @@ def test_limits_are_read_as_what_they_are() -> None:
         (["--plan-roles"], "--plan-roles goes with --roles"),
         (["--compare", "plan-roles=maybe"], "--plan-roles: 'maybe' is no bool"),
         (["--roles", "prefill=1,decode=1", "--policy", "static"], "--roles goes with --policy continuous only"),
+        (["--link-us", "9"], "--link-us goes with --roles only"),
+        (["--compare", "link-gbit=4,link-gbit=100"], "--link-gbit goes with --roles only"),
         (["--link-gbit", "0"], "--link-gbit: 0.0 is not at least 0.001"),
         (["--tp", "3"], "cannot be shared evenly"),
         (["--block-size", "0"], "--block-size: 0 is not at least 1"),

@@ -56,12 +56,12 @@ def test_clients_in_a_closed_loop_go_on_after_a_refusal() -> None:
 
 def test_a_comparison_from_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     apart = "pools=short:-999/long:1000-+worker-pools=short=1/long=1"
-    words = ["simulate", "--workers", "2", "--workload", "rag", "--requests", "30", "--rate", "20", "--max-model-len"]
-    assert cli.main([*words, "32768", "--compare", f"pools=,{apart}", "--json"]) == 0
+    words = ["simulate", "--workload", "rag", "--requests", "30", "--rate", "20", "--max-model-len"]
+    assert cli.main([*words, "32768", "--compare", f"workers=2,{apart}", "--json"]) == 0
     assert [one["served"] for one in json.loads(capsys.readouterr().out)] == [30, 30]
     with pytest.raises(SystemExit):
-        cli.main(["simulate", "--worker-pools", "a=2"])
-    assert "--worker-pools a=2: names more than 1 workers" in capsys.readouterr().err
+        cli.main(["simulate", "--workers", "1", "--worker-pools", "a=2"])
+    assert "--worker-pools a=2: names 2 workers, of 1" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         cli.main(["simulate", "--pools", "a:3-2"])
     assert "pools (a:3-2) ends before it begins" in capsys.readouterr().err

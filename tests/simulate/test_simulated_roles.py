@@ -89,6 +89,7 @@ def test_roles_in_words() -> None:
     assert parsed_roles("prefill=1,decode=2") == parsed_roles("prefill=1/decode=2") == {Role.PREFILL: 1, Role.DECODE: 2}
     assert roles_of(4, "decode=1,prefill=1") == [Role.DECODE, Role.PREFILL, Role.MIXED, Role.MIXED]
     assert (workers_of(None, "prefill=1,decode=2"), workers_of(None, ""), workers_of(5, "decode=2")) == (3, 1, 5)
+    assert (workers_of(None, "prefill=1,decode=2", 2), workers_of(None, "", 4), workers_of(5, "", 6)) == (3, 4, 5)
 
 
 @pytest.mark.parametrize("text", ["prefill", "prefill=0", "prefill=x", "writer=1", "decode=1,decode=1", ",", "=2"])
