@@ -202,7 +202,7 @@ class DeviceFlight:
     def _run_early(self, early: _Early, uploaded: list[torch.Tensor], gathered: list[_Gathered]) -> None:
         logits = self._run_ragged(early.ragged, uploaded)
         gathered += [gather_prompt(logits, one, uploaded[place]) for one, place in early.prompts]
-        self._have(logits[:0])
+        self._have(logits.new_empty((0, logits.shape[1])))  # no view: the pass after this one has the memory
 
     def _run_ragged(self, rows: _Ragged, uploaded: list[torch.Tensor]) -> torch.Tensor:
         state = self._runner.state

@@ -10,6 +10,7 @@ import sys
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -218,6 +219,28 @@ def test_a_prompt_that_is_told_of_keeps_no_more_logits_than_were_measured(monkey
             }
         )
     assert told[0] == told[1] and {name for name, _ in told[0]} == {"r1", "r2", "r4"}
+
+
+def test_no_pass_runs_beside_logits_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("worker.device.flight.PROMPT_PIECE", 5)
+    monkeypatch.setattr("worker.device.flight.PROFILED_ROWS", 8)
+    box = DeviceBox(2, limits=dataclasses.replace(LIMITS, prefill_chunk_limit=24), graph_rows=0)
+    forward = box.runner.model.forward
+    made: list[Any] = []
+    beside: list[int] = []
+
+    def watched(*args: Any) -> torch.Tensor:
+        beside.append(sum(not torch.UntypedStorage._expired(one) for one in made))
+        logits = forward(*args)
+        made.append(logits.untyped_storage()._weak_ref())
+        return logits
+
+    monkeypatch.setattr(box.runner.model, "forward", watched)
+    for index in range(3):
+        box.submit(ask(f"r{index}", 20 + 9 * index, 4, prompt_logprobs=1))
+    box.run()
+    box.assert_tokens_right()
+    assert len(beside) > 10 and set(beside) == {0}
 
 
 @settings(max_examples=EXAMPLES)
