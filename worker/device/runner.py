@@ -27,8 +27,16 @@ from worker.transfer.pages import Form
 
 log = logging.getLogger("headrace.worker.device")
 
-FIRST_SLOTS = 256
-"""Slots that there is room for in the beginning."""
+FIRST_SLOTS = 1024
+"""Slots that there is room for in the beginning: with more, what is captured is lost."""
+
+FEW_SLOTS, TABLE_BYTES = 256, 32 << 20
+"""Of long sequences no more slots than these, if their block tables take more bytes than that."""
+
+
+def first_slots(places: int) -> int:
+    """That there is room for in the beginning, where a sequence has up to ``places`` blocks."""
+    return min(FIRST_SLOTS, max(FEW_SLOTS, TABLE_BYTES // (4 * places)))
 
 
 class DeviceRunner:
@@ -61,7 +69,7 @@ class DeviceRunner:
         self._alone = alone
         self._seconds = {"launch": 0.0, "device": 0.0}
         places = -(-capacity.max_model_len // capacity.block_size)
-        self.state = DeviceState(port.device, FIRST_SLOTS, places)
+        self.state = DeviceState(port.device, first_slots(places), places)
         self.graphs = self._no_graphs_yet()
         self.sampler = self._new_sampler()
         port.synchronize()  # whatever made the model ran on other threads and streams

@@ -28,7 +28,7 @@ from shared.grammar import Grammar, encode_grammar
 from shared.messages import Sampling, Submit
 from worker.batch import Row, Slot
 from worker.device import flight
-from worker.device.runner import DeviceRunner
+from worker.device.runner import DeviceRunner, first_slots
 from worker.torch_runner import TorchRunner
 
 
@@ -352,6 +352,12 @@ def test_more_slots_than_there_was_room_for(monkeypatch: pytest.MonkeyPatch) -> 
     box.run()
     box.assert_tokens_right()
     assert box.runner.state.num_slots >= 6
+
+
+def test_a_batch_of_hundreds_has_room_before_anything_is_captured() -> None:
+    box = DeviceBox()
+    assert box.runner.state.num_slots == 1024 == first_slots(32_768 // 16) == first_slots(131_072 // 16)
+    assert first_slots(1 << 20) == 256  # their tables are memory that nobody has measured
 
 
 def test_tokens_of_a_real_model_are_those_of_the_torch_runner(tiny_model: Callable[..., Path]) -> None:
