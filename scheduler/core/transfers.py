@@ -118,10 +118,11 @@ class Transfers:
         asked = list(peers)
         stride = max(1, -(-len(asked) // LOOKED_AT))
         first = (sequence.number + source.next_step) % stride
-        able = [one for one in asked[first::stride] if self._takes(source, one, sequence)]
-        mixed_last = why is Why.ROLE
+        able = [one for one in asked[first::stride] if self._takes(source, one, sequence, why)]
+        # A prefill worker takes what a stopping one runs, if nobody else does; prompts go to a mixed one only then.
+        last = Role.MIXED if why is Why.ROLE else Role.PREFILL
         measured = all(one.predictor.decode_us(1) for one in able)
-        able.sort(key=lambda one: (mixed_last and one.role is not Role.DECODE, _cost(one, measured), one.name))
+        able.sort(key=lambda one: (one.role is last, _cost(one, measured), one.name))
         blocks = pages_for(len(sequence.tokens), source.capacity.block_size)
         tried = 0
         for target in able:
@@ -144,10 +145,10 @@ class Transfers:
             return True
         return False
 
-    def _takes(self, source: WorkerState, target: WorkerState, sequence: Sequence) -> bool:
+    def _takes(self, source: WorkerState, target: WorkerState, sequence: Sequence, why: Why) -> bool:
         return (
             target is not source
-            and target.role is not Role.PREFILL
+            and (target.role is not Role.PREFILL or why is Why.DRAIN)  # else it is computed again, and there too
             and not (target.draining or target.trial or target.preempted)
             and not (target.takes_new and (target.full_look or sequence.home.blocked) and sequence.home)
             # (what waits for room there comes first)

@@ -9,6 +9,7 @@ from moving_mesh import MovingBox
 
 from scheduler.core.events import Failed, Moved, NotMoved
 from scheduler.core.limits import Limits
+from scheduler.core.move import Why
 from scheduler.core.moving import MOST_GONE
 from scheduler.core.sequence import Sequence
 from scheduler.core.step_time import PlannedWork
@@ -265,6 +266,26 @@ def test_a_worker_that_stops_hands_over_by_blocks() -> None:
     finished(box)
 
 
+@pytest.mark.parametrize(("roles", "target"), [((DECODE, PREFILL), "w1"), ((DECODE, PREFILL, DECODE), "w2")])
+def test_the_last_decode_worker_that_stops_hands_over_to_one_for_prompts(roles: tuple[Role, ...], target: str) -> None:
+    box = box_of(*roles)
+    box.core.worker_draining("w2")
+    box.submit(request("r", 40, 40))
+    while not moved(box):
+        box.round("w0")
+        box.round("w1")
+    if "w2" in box.wires:
+        box.core.workers["w2"].draining = False
+    box.hand_over("w0")
+    while len(moved(box)) < 2:
+        rounds(box, 1)
+        box.hand_over("w0")
+    move = moved(box)[1]
+    assert (move.source, move.sequence.worker, move.why) == ("w0", target, "drain")
+    finished(box)
+    assert box.core.counters.recomputed_tokens == 0
+
+
 def test_a_worker_that_stops_hands_over_what_is_computed_sooner_than_fetched() -> None:
     box = MovingBox(ROOMY, roles=(MIXED, MIXED), us_per_block=1_000_000, num_blocks=64)
     for turn in range(2):  # the first tells how long it takes
@@ -362,9 +383,9 @@ def test_of_many_workers_some_are_asked_in_each_plan(monkeypatch: pytest.MonkeyP
     asked: list[str] = []
     takes = Transfers._takes
 
-    def watched(self: Transfers, source: WorkerState, target: WorkerState, sequence: Sequence) -> bool:
+    def watched(self: Transfers, source: WorkerState, target: WorkerState, sequence: Sequence, why: Why) -> bool:
         asked.append(target.name)
-        return takes(self, source, target, sequence)
+        return takes(self, source, target, sequence, why)
 
     monkeypatch.setattr(Transfers, "_takes", watched)
     box = box_of(PREFILL, *[PREFILL] * (3 * LOOKED_AT), DECODE)
