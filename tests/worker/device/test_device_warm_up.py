@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from device_box import make_runner
 from rehearsal_port import RehearsalPort
 
@@ -62,6 +64,18 @@ def test_no_more_is_begun_once_the_time_is_over(seconds: float, kernels: int, gr
     prepared, runner = stand(kernel)
     warm_up(prepared, runner, seconds, kernel.clock)
     assert (kernel.made, len(runner.graphs)) == (kernels, graphs)
+
+
+def test_a_start_that_lacks_memory_for_more_serves_with_what_it_has(caplog: pytest.LogCaptureFixture) -> None:
+    kernel = Kernel()
+    prepared, runner = stand(kernel)
+    launched = itertools.count()
+    runner.port.lacking = lambda: 0 if next(launched) >= 3 else None  # type: ignore[attr-defined]
+    launches = [kernel._launch] * 3 + [lambda: torch.zeros(1).add_(1)] * 2
+    prepared.kernel.warm_ups = lambda cache, layers: iter(launches)
+    warm_up(prepared, runner, 1000.0, kernel.clock)
+    assert kernel.made == 3 and not len(runner.graphs)
+    assert "3 of 5 attention kernels" in caplog.text
 
 
 def test_ranks_capture_as_many_as_the_one_that_gives_up_first(monkeypatch: pytest.MonkeyPatch) -> None:
