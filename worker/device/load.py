@@ -24,7 +24,7 @@ from worker.admissible import check_config
 from worker.attention_backend import attention_kernel
 from worker.config import WorkerConfig
 from worker.device import quantize
-from worker.device.cuda_port import CudaPort
+from worker.device.cuda_port import CudaPort, told_apart
 from worker.device.memory import CudaMemory, DeviceMemory, check_weights
 from worker.device.port import Port
 from worker.device.prepare import MakeKernel, prepare
@@ -105,22 +105,23 @@ def load_on(
     if config.quantize == "none" and config.tensor_parallel == 1:
         check_weights(memory, weight_bytes(model_config, dtype), config.gpu_memory_utilization)
     try:
-        module = read_weights(config.model, model_config, dtype, None if by_host else device)
-        if config.quantize == "none":
-            module.to(device)  # nothing to do, unless it came by way of the host
-        start_up.ended("weights")
-        prepared = prepare(
-            config.model,
-            module,
-            device,
-            make_kernel,
-            block_size=config.block_size,
-            scheme=config.quantize,
-            batch_invariant=config.batch_invariant,
-            longest=config.max_model_len,
-            adapters=adapters,
-        )
-        del module
+        with told_apart():
+            module = read_weights(config.model, model_config, dtype, None if by_host else device)
+            if config.quantize == "none":
+                module.to(device)  # nothing to do, unless it came by way of the host
+            start_up.ended("weights")
+            prepared = prepare(
+                config.model,
+                module,
+                device,
+                make_kernel,
+                block_size=config.block_size,
+                scheme=config.quantize,
+                batch_invariant=config.batch_invariant,
+                longest=config.max_model_len,
+                adapters=adapters,
+            )
+            del module
     except port.out_of_memory:
         raise StartupError(f"model {config.model!r} does not fit into the GPU's memory") from None
     start_up.ended("packing and trial pass")

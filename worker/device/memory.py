@@ -15,6 +15,7 @@ import torch
 
 from kernels.contract import DeviceBatch, DeviceKernel
 from shared.lifecycle import StartupError
+from worker.device.cuda_port import told_apart
 from worker.device.model import DeviceModel
 
 GIB = 1 << 30
@@ -125,7 +126,8 @@ def measure(
     weights = memory.allocated()
     memory.reset_peak()
     try:
-        step()
+        with told_apart():
+            step()
     except torch.OutOfMemoryError:
         raise StartupError(
             f"the GPU's memory does not hold the activations of {step_tokens:,} tokens beside {weights / GIB:,.2f} GiB "

@@ -51,9 +51,16 @@ def test_what_is_left_after_weights_activations_graphs_and_others_is_for_pages()
     )
 
 
-def test_a_step_that_does_not_fit_is_named() -> None:
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 8.00 GiB"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    ],
+)
+def test_a_step_that_does_not_fit_is_named(error: RuntimeError) -> None:
     def step() -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 8.00 GiB")
+        raise error
 
     with pytest.raises(StartupError, match=r"activations of 8,192 tokens beside 16.00 GiB of weights; lower --max-b"):
         measure(FakeMemory(), 0.9, 0, 8192, step)
