@@ -43,6 +43,13 @@ _EVENT_ID = "^([0-9a-f]{16}-[0-9]{1,11}-[0-9]{1,10}([.][0-9]{1,10}){1,128})?$"  
 _RETRY_LATER = {"Retry-After": {"schema": {"type": "integer", "minimum": 1}, "description": "seconds"}}
 _REQUEST_ID = {"X-Request-Id": {"schema": {"type": "string"}, "description": "the client's, or ours"}}
 
+# Of each event of a stream, not of the stream: what a schema of ``text/event-stream`` means before OpenAPI 3.2.
+_EVENT: Schema = {
+    "type": "object",
+    "properties": {"data": {"type": "string"}, "id": {"type": "string"}, "event": {"const": "message"}},
+    "required": ["data"],
+}
+
 # path -> (endpoint, summary, media type of a stream or none, schema of the answer)
 _POSTS = {
     "/v1/completions": (COMPLETIONS, "Complete texts", "text/event-stream", "Completion"),
@@ -98,7 +105,7 @@ def document(
 def _post(endpoint: str, summary: str, stream: str, answer: str) -> dict[str, Any]:
     content: dict[str, Any] = {"application/json": {"schema": ref(answer)}}
     if stream:
-        content[stream] = {"schema": {"type": "string"}}
+        content[stream] = {"schema": _EVENT if stream == "text/event-stream" else {"type": "string"}}
     statuses = (*_BODY, 504) if stream else _BODY
     operation: dict[str, Any] = {
         "operationId": endpoint,

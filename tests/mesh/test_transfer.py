@@ -172,4 +172,6 @@ def test_workers_that_are_killed_while_blocks_go_over_cost_no_token(tmp_path: Pa
             assert disturbed(victim) == calm
             eventually(both, f"another {victim} worker")
         mesh.quiescence()
-        assert mesh.metrics(mesh.scheduler)["headrace_moves_total"] > moves
+        moves = mesh.metrics(mesh.scheduler)["headrace_moves_total"]
+        assert mesh.together([{**body, "cache_salt": "after"} for body in bodies]) == calm
+        assert mesh.metrics(mesh.scheduler)["headrace_moves_total"] > moves, "those that came since take moves"

@@ -56,7 +56,7 @@ def test_batch_invariance_is_accepted_on_a_cpu_and_told(
 def test_batch_invariance_that_the_machine_does_not_keep_is_an_error(
     tiny_model: MakeModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("worker.torch_runner.rows_keep_their_bits", lambda runner: False)
+    monkeypatch.setattr("worker.torch_runner.rows_keep_their_bits", lambda *_: False)
     load(tiny_model("llama"))
     with pytest.raises(StartupError, match=r"^batch-invariant: on this machine a row's bits depend"):
         load(tiny_model("llama"), batch_invariant=True)
