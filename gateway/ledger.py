@@ -4,6 +4,8 @@ Tokens come at most once and possibly twice, late or from the past. The numbers 
 and offsets that are here already are dropped; an offset beyond what is here is a gap, and a terminal entry says how
 many tokens there should be. Where log-probabilities are wanted each token must have its own, and those of the prompt
 must be complete before any token. A hole never passes for text: whatever is missing makes the request :class:`Lost`.
+Only between two workers nothing keeps order: where a sequence has moved, some entries of the second one are kept until
+what they have overtaken is here.
 
 What was lost is resumed as a new *attempt*: :meth:`RequestRecord.suspend` refuses all entries of older ones from then
 on, and :meth:`RequestRecord.offer` is the submission that goes on behind the tokens that are here. They are right
@@ -15,6 +17,7 @@ from __future__ import annotations
 
 import array
 import math
+from bisect import insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
@@ -25,6 +28,12 @@ from shared.messages import EndReason, RequestEvent, Submit, TokenBatch, TokenEn
 
 Owner = TypeVar("Owner")
 
+MOST_EARLY = 16
+"""Entries of a choice that are kept: by then what they seem to have overtaken is rather lost."""
+
+MOST_OVERTAKEN = 4
+"""Tokens that may be on their way from the worker before: those of the few plans that it had in flight at last."""
+
 NONSENSE = "the worker sent log-probabilities that make no sense"
 
 
@@ -33,6 +42,8 @@ class ChoiceRecord:
     tokens: array.array[int] = field(default_factory=lambda: array.array("I"))
     closed: bool = False  # of no more interest: later entries are dropped
     ended: bool = False  # nobody runs it any more: there is nothing to cancel
+    worker: str = ""  # whose tokens came last in this attempt
+    early: list[tuple[str, TokenEntry]] = field(default_factory=list)  # (worker, entry) by offset, see MOST_EARLY
 
 
 @dataclass(slots=True)
@@ -101,6 +112,9 @@ class RequestRecord(Generic[Owner]):
         self.epoch = 0
         self.losses += 1
         self.trouble = reason
+        for choice in self.choices:
+            choice.worker = ""
+            choice.early.clear()
         if self.interrupted_s is None:
             self.interrupted_s = now_s
             self.cause = cause
@@ -233,11 +247,27 @@ class Ledger(Generic[Owner]):
                 yield record, piece
                 if not isinstance(piece, PromptPiece):
                     continue
-            update = _apply(record, record.choices[entry.choice], entry)
+            choice = record.choices[entry.choice]
+            if choice.worker != batch.worker:
+                if entry.offset <= len(choice.tokens) or choice.closed:
+                    choice.worker = batch.worker
+                elif entry.end or entry.prompt_logprobs or len(choice.early) == MOST_EARLY:
+                    entry = choice.early[0][1] if choice.early else entry  # says what is missing
+                elif choice.early or entry.offset <= len(choice.tokens) + MOST_OVERTAKEN:
+                    insort(choice.early, (batch.worker, entry), key=lambda one: one[1].offset)
+                    continue
+            update = _apply(record, choice, entry)
             if update is not None:
                 yield record, update
             elif entry.tokens or entry.end or not entry.prompt_logprobs:
                 self.dropped_entries += 1
+            while choice.early and choice.early[0][1].offset <= len(choice.tokens):  # (none after a loss)
+                choice.worker, entry = choice.early.pop(0)
+                update = _apply(record, choice, entry)
+                if update is not None:
+                    yield record, update
+                else:
+                    self.dropped_entries += 1
 
     def apply_event(self, event: RequestEvent) -> tuple[RequestRecord[Owner], Broken | Lost] | None:
         """What a scheduler's word means: the request is to be resumed, or a choice, or all, ends with an error.
@@ -270,6 +300,8 @@ class Ledger(Generic[Owner]):
             assert len(record.choices) == record.submit.n
             for choice in record.choices:
                 assert len(choice.tokens) <= record.submit.sampling.max_tokens
+                assert len(choice.early) <= MOST_EARLY
+                assert choice.closed or all(entry.offset > len(choice.tokens) for _, entry in choice.early)
             assert record.prompt_logprobs <= max(0, record.prompt_len - 1)
             assert record.submit.attempt <= record._oldest <= record.attempt + 1
             assert (record.interrupted_s is None) == (record.losses == 0)

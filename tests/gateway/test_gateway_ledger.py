@@ -8,7 +8,17 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from gateway.ledger import Broken, Ledger, Lost, Progress, PromptPiece, RequestRecord, Update
+from gateway.ledger import (
+    MOST_EARLY,
+    MOST_OVERTAKEN,
+    Broken,
+    Ledger,
+    Lost,
+    Progress,
+    PromptPiece,
+    RequestRecord,
+    Update,
+)
 from shared.messages import RequestEvent, Sampling, Submit, TokenBatch, TokenEntry, TokenLogprob, pack_tokens
 
 EPOCH = 5
@@ -27,8 +37,8 @@ def entry(
     return TokenEntry("r", attempt, choice, offset, tokens, end, count)
 
 
-def apply(ledger: Ledger[str], *entries: TokenEntry, epoch: int = EPOCH) -> list[Update]:
-    updates = [update for _, update in ledger.apply_tokens(TokenBatch(epoch, "w", 1, 1, list(entries)))]
+def apply(ledger: Ledger[str], *entries: TokenEntry, epoch: int = EPOCH, worker: str = "w") -> list[Update]:
+    updates = [update for _, update in ledger.apply_tokens(TokenBatch(epoch, worker, 1, 1, list(entries)))]
     ledger.check()
     return updates
 
@@ -57,6 +67,36 @@ def test_a_gap_is_a_loss() -> None:
     assert apply(ledger, entry(1, [2])) == [], "of an older attempt"
     assert record.choices[0].tokens.tolist() == [1]
     assert apply(ledger, entry(1, [2], attempt=1)) == [Progress(0, [2])]
+
+
+def test_tokens_of_the_next_worker_wait_for_those_that_they_have_overtaken() -> None:
+    ledger, record = ledger_with()
+    assert apply(ledger, entry(1, [2]), worker="w1") == [], "its prompt was computed elsewhere"
+    assert apply(ledger, entry(0, [1])) == [Progress(0, [1]), Progress(0, [2])]
+    assert apply(ledger, entry(4, [5]), worker="w3") == [] == apply(ledger, entry(3, [4]), worker="w2")
+    assert apply(ledger, entry(5, [6]), worker="w3") == []
+    late = [Progress(0, [3]), Progress(0, [4]), Progress(0, [5]), Progress(0, [6])]
+    assert apply(ledger, entry(2, [3]), worker="w1") == late
+    assert apply(ledger, entry(6, [7], "length", 7), worker="w3") == [Progress(0, [7], "length")]
+    assert record.choices[0].tokens.tolist() == [1, 2, 3, 4, 5, 6, 7] and not ledger.dropped_entries
+
+
+def test_what_was_never_overtaken_is_lost_after_some_entries_or_at_the_end() -> None:
+    ledger, record = ledger_with()
+    apply(ledger, entry(0, [1]))
+    for offset in range(2, 2 + MOST_EARLY):
+        assert apply(ledger, entry(offset, [offset]), worker="w1") == []
+    lost = [Lost("gap", "tokens 1 to 1 were lost on the way")]
+    assert apply(ledger, entry(2 + MOST_EARLY, [9]), worker="w1") == lost
+    record.suspend("gap", "", 1.0)
+    assert apply(ledger, entry(1, [2])) == [], "nothing of that attempt comes back"
+    assert apply(ledger, entry(1, [2], attempt=1), worker="w1") == [Progress(0, [2])]
+    assert apply(ledger, entry(4, [5], attempt=1), worker="w2") == []
+    end = entry(5, [6], "length", 6, attempt=1)
+    assert apply(ledger, end, worker="w2") == [Lost("gap", "tokens 2 to 3 were lost on the way")]
+    record.suspend("gap", "", 2.0)
+    far = entry(2 + MOST_OVERTAKEN + 1, [9], attempt=2)
+    assert apply(ledger, far, worker="w3") == [Lost("gap", "tokens 2 to 6 were lost on the way")]
 
 
 def test_a_terminal_entry_checks_the_count() -> None:
