@@ -107,11 +107,14 @@ class CudaPort:
 
 def has_failed(pool: Any, device: torch.device) -> None:
     """Tell torch's allocator that a capture into ``pool`` is over. Before torch 2.12 it takes one that has failed as
-    going on, and frees nothing that it keeps from then on."""
+    going on, and frees nothing that it keeps from then on. Nor does its graph let go of the pool, which outlives all
+    others that were captured into it."""
     end: Any = getattr(torch._C, "_cuda_endAllocateToPool", None)
-    if end is not None:
+    release: Any = getattr(torch._C, "_cuda_releasePool", None)
+    if end is not None and release is not None:
         with contextlib.suppress(RuntimeError):  # it knows
             end(device.index, pool)
+            release(device.index, pool)
 
 
 class _CudaGraph:

@@ -17,7 +17,9 @@ class Streams:
 
     def __init__(self) -> None:
         self.current = "step"
+        self.knows = False
         self.ended: list[tuple[int, Any]] = []
+        self.released: list[tuple[int, Any]] = []
 
     @contextmanager
     def stream(self, wanted: str) -> Iterator[None]:
@@ -34,11 +36,21 @@ class Streams:
         self.current = "step"
 
     def end(self, device: int, pool: Any) -> None:
+        if self.knows:
+            raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
         self.ended.append((device, pool))
 
+    def release(self, device: int, pool: Any) -> None:
+        self.released.append((device, pool))
 
-def test_a_capture_that_fails_leaves_neither_its_stream_nor_its_pool_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+
+@pytest.mark.parametrize("knows", [False, True])
+def test_a_capture_that_fails_leaves_neither_its_stream_nor_its_pool_behind(
+    knows: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``knows``: torch has ended the capture itself. Then the graph holds on to the pool, and lets go of it."""
     streams = Streams()
+    streams.knows = knows
     monkeypatch.setattr(torch.cuda, "default_stream", lambda device: "step")
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: "side")
     monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
@@ -46,6 +58,7 @@ def test_a_capture_that_fails_leaves_neither_its_stream_nor_its_pool_behind(monk
     monkeypatch.setattr(torch.cuda, "stream", streams.stream)
     monkeypatch.setattr(torch.cuda, "graph", streams.graph)
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", streams.end, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_releasePool", streams.release, raising=False)
     port = CudaPort(torch.device("cuda", 0))
 
     def waits_for_the_device() -> None:
@@ -54,7 +67,7 @@ def test_a_capture_that_fails_leaves_neither_its_stream_nor_its_pool_behind(monk
 
     with pytest.raises(RuntimeError, match="not permitted"):
         port.capture(waits_for_the_device)
-    assert streams.current == "step" and streams.ended == [(0, (0, 7))]
+    assert streams.current == "step" and streams.ended == streams.released == ([] if knows else [(0, (0, 7))])
 
 
 @pytest.mark.parametrize(
