@@ -22,7 +22,7 @@ up: $(VENV)/.installed-all
 	@$(BIN)/headrace up $(ARGS)
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(ARGS)
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
