@@ -106,8 +106,9 @@ class DecodeGraphs:
         bounds = [(keys, kind) for kind in kinds for keys in bounds_up_to(self._longest)]
         return [(size, *bound) for bound in bounds for size in reversed(self._sizes)][:MOST_GRAPHS]
 
-    def capture(self, size: int, keys: int, adapters: bool = False) -> None:
-        """One of :meth:`ahead`, after a step of nobody's."""
+    def capture(self, size: int, keys: int, adapters: bool = False, *, alone: bool = True) -> None:
+        """One of :meth:`ahead`, after a step of nobody's. Without memory for the step nothing more is captured; if it
+        is not ``alone``, since other ranks wait for their sums by then, it raises what the port does."""
 
         def nobody() -> None:
             self._inputs[0, :size].fill_(self._state.scratch)
@@ -118,6 +119,8 @@ class DecodeGraphs:
             self._port.run(nobody)
             self._port.run(partial(self._pass, size, keys, adapters))
         except self._port.out_of_memory:
+            if not alone:
+                raise
             self._end("there is no memory for more")
             return
         self._warm[size, keys, adapters] = WARM_UPS

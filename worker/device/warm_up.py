@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from shared.lifecycle import StartupError
 from worker.batch import SCRATCH_PAGE
 from worker.device.prepare import Prepared
 from worker.device.runner import DeviceRunner
@@ -25,7 +26,10 @@ TELL_S = 5.0
 def warm_up(
     prepared: Prepared, runner: DeviceRunner, seconds: float, clock: Callable[[], float] = time.monotonic
 ) -> None:
-    """For ``seconds`` at most, and the piece of work that it is at by then: some seconds. 0: nothing is done."""
+    """For ``seconds`` at most, and the piece of work that it is at by then: some seconds. 0: nothing is done.
+
+    Raises StartupError where a rank lacks memory in a step that others take part in.
+    """
     if not seconds:
         return
     began = told = clock()
@@ -62,7 +66,11 @@ def warm_up(
             go_on = more("decode steps", done, len(wanted)) and graphs.open
             if not (go_on if ranks is None else ranks.all_agree(go_on)):
                 break
-            graphs.capture(*key)
+            try:
+                graphs.capture(*key, alone=ranks is None)
+            except port.out_of_memory as error:
+                why = str(error).split(".")[0]
+                raise StartupError(f"a rank's GPU lacks memory for a step of {key[0]} sequences ({why})") from None
         port.synchronize()
     log.info(
         "warmed up in %.1f s: %d attention kernels, %d of %d decode steps captured in %d MiB",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from device_box import make_runner
 from rehearsal_port import RehearsalPort
 
 from kernels.contract import LayerAttention, LayerCache
+from shared.lifecycle import StartupError
 from shared.messages import Capacity
 from worker.device import warm_up as module
 from worker.device.runner import DeviceRunner
@@ -109,3 +111,18 @@ def test_what_is_captured_has_its_sums_in_the_group_of_steps(monkeypatch: pytest
     monkeypatch.setattr(runner.model, "forward", summed)
     warm_up(prepared, runner, 1000.0, kernel.clock)
     assert len(runner.graphs) == 9 and set(used) == {"steps"}
+
+
+def test_a_rank_that_lacks_memory_in_a_step_of_all_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others wait for its sums: it may not just go on without graphs."""
+    ranks = SimpleNamespace(all_agree=lambda yes: yes, begin_steps=lambda: None)
+    monkeypatch.setattr(module, "mine", lambda: ranks)
+    kernel = Kernel(launches=0)
+    prepared, runner = stand(kernel)
+
+    def lacking() -> int | None:
+        return 2 if sys._getframe(2).f_code.co_name == "capture" else None
+
+    runner.port.lacking = lacking  # type: ignore[attr-defined]
+    with pytest.raises(StartupError, match="lacks memory for a step of 3 sequences"):
+        warm_up(prepared, runner, 1000.0, kernel.clock)
