@@ -290,7 +290,7 @@ class Dispatch:
         new_epoch = self.mesh.observe(message, now_s)
         self._tell_other_models(now_s)
         if new_epoch:
-            log.info("scheduler %s leads with epoch %d", message.scheduler, message.epoch)
+            log.info("scheduler %s leads mesh %s with epoch %d", message.scheduler, self.name, message.epoch)
             self.ledger.epoch = self.mesh.epoch
             self._lose_all("epoch", "the scheduler has changed", message.epoch)
         if 0 < message.epoch == self.mesh.epoch:

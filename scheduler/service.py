@@ -83,7 +83,13 @@ class SchedulerService:
     def report(self, request_id: str) -> Report:
         """What is remembered of a request."""
         now = time.monotonic_ns()
-        return self.recorder.report(self.name, self._lease.epoch, self._means.unix_offset_ns, request_id, now)
+        told = self.recorder.report(self.name, self._lease.epoch, self._means.unix_offset_ns, request_id, now)
+        if told.request is not None and told.request.live:
+            for sequence in self.core.sequences_of(told.request.request_id):
+                choice = told.request.choices.get(sequence.choice)
+                if choice is not None and not choice.end:
+                    choice.generated = sequence.generated
+        return told
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serve until ``stop``. Raises NoStore, one line, if nothing can hold the lease."""

@@ -103,3 +103,16 @@ def test_a_gateways_silence_does_not_count_while_the_bus_was_down() -> None:
         keeping.cancel()
 
     run(scenario, gateway_timeout_s=1.0, lease_s=30.0, worker_timeout_s=1000.0)
+
+
+def test_a_report_of_what_runs_tells_the_tokens_so_far() -> None:
+    async def scenario(mesh: ServiceMesh) -> None:
+        a = await under_load(mesh)
+        (sequence,) = a.service.core.sequences_of("r")
+        await until(lambda: sequence.generated, "a result")
+        request = a.service.report("r").request
+        assert request is not None and request.live
+        assert request.choices[0].generated == sequence.generated
+        assert a.service.report("nobody").request is None
+
+    run(scenario)
