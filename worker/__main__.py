@@ -24,7 +24,7 @@ from shared.lifecycle import StartupError, run
 from shared.messages import Capacity
 from shared.model_name import model_name
 from worker.config import WorkerConfig
-from worker.lora_names import parse_adapters
+from worker.lora_names import check_folders, parse_adapters
 from worker.metrics import WorkerMetrics
 from worker.runner import Runner
 from worker.service import WorkerService
@@ -75,8 +75,11 @@ def load(config: WorkerConfig) -> Loaded:
     """Load the model, over as many ranks as asked. Raises StartupError, or ServiceFault if a rank is lost meanwhile."""
     if config.lora and config.tensor_parallel > 1:
         raise StartupError("--lora is not for a model that is divided over ranks")
-    if model_name(config.model, config.served_model_name) in parse_adapters(config.lora):
+    adapters = parse_adapters(config.lora)
+    if model_name(config.model, config.served_model_name) in adapters:
         raise StartupError("a LoRA adapter needs a name of its own, not the model's")
+    if not config.simulate:
+        check_folders(adapters)
     if config.tensor_parallel == 1 or config.simulate:
         return Loaded(load_runner(config), None)
     import_torch(one_process=False)

@@ -21,8 +21,8 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from shared.lifecycle import StartupError
+from worker.lora_names import CONFIG, check_folders, refusal
 
-CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 
 MOST_RANK = 512
@@ -72,13 +72,12 @@ class Adapter:
 
 def read_adapter(name: str, path: str, dtype: torch.dtype) -> Adapter:
     """An adapter with its matrices in ``dtype``, on the CPU. Raises StartupError."""
+    check_folders({name: path})
     folder = Path(path).expanduser()
 
     def refuse(reason: str) -> StartupError:
-        return StartupError(f"LoRA adapter {name!r} ({path}) can't be served: {reason}")
+        return refusal(name, path, reason)
 
-    if not folder.is_dir():
-        raise refuse("there is no such folder")
     try:
         config = json.loads((folder / CONFIG).read_text())
     except OSError:

@@ -1,8 +1,15 @@
-"""Names of LoRA adapters: what an option that lists some means."""
+"""Names and folders of LoRA adapters: what an option that lists some means, and what is seen of them without torch."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
+
+from shared.lifecycle import StartupError
+
 LONGEST = 200
+
+CONFIG = "adapter_config.json"
 
 
 def parse_adapters(text: str) -> dict[str, str]:
@@ -28,3 +35,17 @@ def are_adapters(text: str) -> str | None:
     except ValueError as error:
         return f"must be NAME=FOLDER, several separated by commas: {error}"
     return None
+
+
+def refusal(name: str, path: str, reason: str) -> StartupError:
+    return StartupError(f"LoRA adapter {name!r} ({path}) can't be served: {reason}")
+
+
+def check_folders(adapters: Mapping[str, str]) -> None:
+    """Known before the model is loaded: raise StartupError if a folder is not there, or no adapter's."""
+    for name, path in adapters.items():
+        folder = Path(path).expanduser()
+        if not folder.is_dir():
+            raise refusal(name, path, "there is no such folder")
+        if not (folder / CONFIG).is_file():
+            raise refusal(name, path, f"it has no {CONFIG}")

@@ -399,6 +399,13 @@ def test_what_can_not_be_together_is_refused_at_start() -> None:
         load(WorkerConfig(model="/some/base", served_model_name="sql", lora="sql=/a"))
 
 
+def test_a_folder_that_is_not_there_is_known_before_the_model_is_loaded(tmp_path: Path) -> None:
+    with pytest.raises(StartupError, match=r"'sql' \(/nowhere\) can't be served: there is no such folder"):
+        load(WorkerConfig(model="/no/such/model", lora="sql=/nowhere"))
+    with pytest.raises(StartupError, match=r"has no adapter_config\.json"):
+        load(WorkerConfig(model="/no/such/model", lora=f"sql={tmp_path}"))
+
+
 def test_a_simulated_worker_has_adapters_by_name() -> None:
     runner = load(WorkerConfig(model="m", simulate=True, lora="sql=/nowhere,law=/nowhere")).runner
     assert runner.capacity.adapters == ["sql", "law"]
