@@ -31,8 +31,8 @@ def are_transports(text: str) -> str | None:
 def transports_of(config: WorkerConfig) -> tuple[str, ...]:
     """Those that a worker may use, the first that works first.
 
-    NIXL by itself only where there is RDMA: over plain Ethernet each of its transfers took more than a second between
-    two namespaces, which TCP does in some ten milliseconds. A simulated model needs none: it brings torch.
+    NIXL by itself only where there is RDMA: between two namespaces without it each of its transfers took more than a
+    second, and TCP's a tenth. A simulated model needs none: it brings torch.
     """
     if config.transfer_by != AUTO:
         return tuple(config.transfer_by.split(","))
