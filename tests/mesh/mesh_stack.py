@@ -28,6 +28,7 @@ from shared.messages import (
     Submit,
     SubmitReply,
     TokenBatch,
+    TokenEntry,
     decode,
     encode,
     pack_tokens,
@@ -116,6 +117,8 @@ class BusClient:
         self.beat: SchedulerBeat | None = None
         self.tokens: dict[tuple[str, int], list[int]] = {}
         self.ends: dict[tuple[str, int], str] = {}
+        self._worker_of: dict[tuple[str, int], str] = {}
+        self._early: dict[tuple[str, int], list[tuple[TokenEntry, str]]] = {}
         self.events: list[RequestEvent] = []
         self.live: dict[str, int] = {}
         self.seen: list[AnyMessage] = []  # everything on the mesh, if spied on
@@ -150,13 +153,23 @@ class BusClient:
         message = decode(payload)
         assert isinstance(message, TokenBatch)
         for entry in message.entries:
-            got = self.tokens.setdefault((entry.request_id, entry.choice), [])
-            assert entry.offset == len(got), f"{entry.request_id}: offset {entry.offset}, have {len(got)}"
-            got += entry.tokens
-            if entry.end:
-                assert entry.count == len(got)
-                self.ends[entry.request_id, entry.choice] = entry.end
-                self.live.pop(entry.request_id, None)
+            self._take(entry, message.worker)
+
+    def _take(self, entry: TokenEntry, worker: str) -> None:
+        key = entry.request_id, entry.choice
+        got = self.tokens.setdefault(key, [])
+        if entry.offset > len(got) and self._worker_of.get(key, worker) != worker:
+            self._early.setdefault(key, []).append((entry, worker))  # it has moved, and overtaken its last tokens there
+            return
+        assert entry.offset == len(got), f"{entry.request_id}: offset {entry.offset}, have {len(got)}"
+        got += entry.tokens
+        self._worker_of[key] = worker
+        if entry.end:
+            assert entry.count == len(got)
+            self.ends[key] = entry.end
+            self.live.pop(entry.request_id, None)
+        for early, other in self._early.pop(key, []):
+            self._take(early, other)
 
     def _on_event(self, payload: bytes, _: str) -> None:
         message = decode(payload)
