@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 
 import pytest
 from in_process_bus import InProcessBus
+from test_gateway_resume_offers import NothingToDetokenise
 from this_thread import patch_here
 
 from gateway import offering
@@ -42,14 +43,6 @@ from shared.messages import (
 
 AWAY_S = 7.5
 OFF = Tracing("test", "test", "", 0.0)
-
-
-class NothingToDetokenise:
-    def feed(self, tokens: Iterable[int]) -> str:
-        return ""
-
-    def finish(self) -> str:
-        return ""
 
 
 class Shard:
