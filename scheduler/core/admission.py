@@ -47,6 +47,9 @@ class Look(Protocol):
 
     def leaves(self, worker: WorkerState, sequence: Sequence, now: int, refused: bool = False) -> bool: ...
 
+    def park(self, sequence: Sequence) -> None:
+        """After the look: the one to whom the sequence is left sees it first."""
+
 
 class Admission:
     def __init__(
@@ -78,6 +81,7 @@ class Admission:
         if self._fairness.contended:
             self._settle_service()
         looked = 0
+        left: list[Sequence] = []  # to others
         awaiting = False
         suspects = bool(self._suspects)
         borrowed = queue.key != worker.serves
@@ -105,6 +109,7 @@ class Admission:
                 sequence.waits_for(Lack.WORKER, "", now)
                 if placing.spent:
                     break
+                left.append(sequence)
                 looked -= 1
                 continue  # not blocked: another worker that could admit it now is to take it
             if pass_.head is None and sequence is not queue.blocked and pass_.too_long(sequence):
@@ -121,6 +126,7 @@ class Admission:
                         break
                     if sequence is not queue.blocked and placing.leaves(worker, sequence, now, refused=True):
                         sequence.waits_for(Lack.WORKER, "", now)
+                        left.append(sequence)
                         continue
                     worker.lack = (Lack.BLOCKS, sequence.request_id)
                     sequence.waits_for(Lack.BLOCKS, "", now)
@@ -149,6 +155,9 @@ class Admission:
             pass_.joined(sequence, placement)
         for sequence, _ in chosen:
             queue.remove(sequence)
+        if not suspects:  # (they go by what waits, to whomever it is left)
+            for sequence in left:
+                placing.park(sequence)
         full = (pass_.head is not None or pass_.free_slots <= 0) and not (awaiting or borrowed)
         worker.full_look = (worker.next_step, queue.changes, worker.pool.releases) if full else None
         return [sequence for sequence, _ in chosen]

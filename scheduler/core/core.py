@@ -204,6 +204,10 @@ class SchedulerCore(MovingState):
         admit = worker.takes_new and len(queue) > 0 and self.policy.admits(self._view(worker, queue, now))
         if not (worker.has_work or admit):
             return None, events
+        if admit:
+            self._queues[worker.serves].fleet.show(worker_name)
+            if self._suspects:
+                queue.unpark_all()
         for _ in range(3):  # ordinary; a trial that begins, and nothing else runs that it must wait for; ordinary again
             trial = worker.trial
             if self.policy.holds_batch:
@@ -290,27 +294,30 @@ class SchedulerCore(MovingState):
         Changes nothing, so a replay need not ask. A driver asks it when anything has come, and asks them for plans.
         """
         names = list(names)
-        resting = {
-            name for name in names if not ((worker := self.workers[name]).has_work or worker.in_flight)
-        }  # fmt: skip
-        if not resting or self._suspects or self.policy.holds_batch:
+        if not self._resting or self._suspects or self.policy.holds_batch:
             return names
         first: dict[str, None] = {}
+        woken: set[QueueKey] = set()  # whose resting workers may all have something to plan
         for key, state in self._queues.items():
-            if not state.queue or resting.isdisjoint(state.workers):
+            if not state.queue or key not in self._resting:
                 continue
-            window = list(islice(state.queue.order(now), self.limits.backfill_window + 1))
+            queue = state.queue
+            window = list(islice(queue.order(now), self.limits.backfill_window + 1))
+            first.update(dict.fromkeys(state.fleet.waited_for()))
             placed, others = self._placing(key).first_asked(window, now)
             first.update(dict.fromkeys(placed))
-            if others or len(window) < len(state.queue) or len(state.workers) < 2:
-                resting.difference_update(state.workers)
+            if others or len(window) < len(queue) - queue.num_parked or len(state.workers) < 2:
+                woken.add(key)
         for key, state in self._queues.items():
             if state.queue and not state.fleet.has_room:
-                for lender in self._rules.lenders_to(key.pool):
-                    resting.difference_update(worker.name for worker in self.workers_of(key.model, lender))
-        known = set(names)
-        asked = [name for name in first if name in known]
-        return asked + [name for name in names if name not in first and name not in resting]
+                woken.update(QueueKey(key.model, lender) for lender in self._rules.lenders_to(key.pool))
+        asleep = [names for key, names in self._resting.items() if key not in woken]
+        rest = asleep[0].keys() if len(asleep) == 1 else {name for names in asleep for name in names}
+        asked = []
+        if first:
+            known = set(names)
+            asked = [name for name in first if name in known]
+        return asked + [name for name in names if name not in first and name not in rest]
 
     def wake_at(self, worker_name: str, now: int) -> int | None:
         """When ``plan`` should be asked again although no input comes (the dynamic policy's window), or None."""

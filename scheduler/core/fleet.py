@@ -143,7 +143,8 @@ class Fleet:
             self.names.remove(name)
         self._capacities = None
         self._leave(name)
-        self._left.pop(name, None)
+        for other in [name] if len(self.workers) > 1 else list(self._left):  # who is alone leaves nothing to others
+            self._give_back(other)
         self._count_speed(name, None)
         worker.pool.tell("", None)
         if self.holders is not None and len(self.workers) <= COMPARED:
@@ -183,11 +184,21 @@ class Fleet:
         step = load.worker.next_step
         sequence.left_to, sequence.left_step = name, step
         if self._left.get(name, (0, []))[0] != step:
+            self._give_back(name)
             self._left[name] = step, []
         self._left[name][1].append(sequence)
         self._leave(name)
         load.give(sequence)
         self._enter(load, self._speeds.get(name))
+
+    def waited_for(self) -> list[str]:
+        """Workers for which something is parked."""
+        return [name for name, (_, left) in self._left.items() if any(sequence.parked for sequence in left)]
+
+    def show(self, name: str) -> None:
+        """Nothing that is left to the worker is parked: it looks itself, or takes no newcomers."""
+        for sequence in self._left.get(name, (0, []))[1]:
+            sequence.home.unpark(sequence)
 
     def likely(self, chain: list[bytes], number: int) -> dict[str, None]:
         """Of many workers, some among which the best for a sequence with this ``chain`` is likely to be. ``number``
@@ -208,6 +219,9 @@ class Fleet:
         assert self.least_busy == sorted((load.weight, name) for name, load in self.loads.items())
         assert self.roomiest == sorted((load.room, name) for name, load in self.loads.items())
         assert self.loads.keys() <= self.workers.keys() and set(self.names) <= self.workers.keys()
+        for name, (step, left) in self._left.items():
+            parked = any(sequence.parked and sequence.left_to == name for sequence in left)
+            assert not parked or (self.loads[name].worker.next_step == step and len(self.workers) > 1)
         assert self.rows == sum(load.rows - load.given for load in self.loads.values())
         assert (self.holders is not None) == (len(self.workers) > COMPARED)
         if self.holders is not None:
@@ -242,9 +256,12 @@ class Fleet:
         self._leave(name)
         step, left = self._left.get(name, (0, []))
         if step != worker.next_step:
-            self._left.pop(name, None)
+            self._give_back(name)
             left = []
-        if slots := self._slots(worker):
+        slots = self._slots(worker)
+        if not slots:
+            self.show(name)
+        else:
             load = _load_of(worker, slots)
             for sequence in left:
                 if sequence.status is Status.WAITING and (sequence.left_to, sequence.left_step) == (name, step):
@@ -255,6 +272,11 @@ class Fleet:
                 load = self.loads[other]
                 self._leave(other)
                 self._enter(load, None)
+
+    def _give_back(self, name: str) -> None:
+        """Nothing is left to the worker any more."""
+        self.show(name)
+        self._left.pop(name, None)
 
     def _slots(self, worker: WorkerState) -> int:
         """How many newcomers it takes at most."""

@@ -36,6 +36,9 @@ class Lending:
         self._left -= 1
         return self.spent
 
+    def park(self, sequence: Sequence) -> None:
+        """What a lender leaves is left to nobody in particular."""
+
 
 def borrower(
     worker: WorkerState, queues: Mapping[QueueKey, QueueState], rules: PoolRules, limits: Limits

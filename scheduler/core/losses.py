@@ -43,6 +43,7 @@ class LosingState(SearchingState):
         state = self._queues[worker.serves]
         del state.workers[name]
         state.fleet.forget(name)
+        self._rests(worker, False)
         state.worker_lost_ns = max(1, now)
         self._overflow(state)
         return events

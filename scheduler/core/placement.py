@@ -55,6 +55,11 @@ def key_of(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
 
 
+def left_until(sequence: CoreSequence, load: Load) -> int:
+    """Until when a sequence that was left to others may be left to this one."""
+    return sequence.left_since + patience_ns(load)
+
+
 def patience_ns(load: Load) -> int:
     """How long a sequence may have been left to others, in all, for it to be left to this one now."""
     return min(MOST_PATIENCE_NS, max(LEAST_PATIENCE_NS, int(PATIENCE_STEPS * load.step_us * 1000)))
@@ -108,15 +113,31 @@ class Placing:
         fleet.leave_to(chosen.worker.name, sequence)
         return True
 
+    def park(self, sequence: CoreSequence) -> None:
+        """After the look, until the one to whom the sequence is left has planned, or nobody waits for it any more."""
+        left_to = self._fleet.left_to(sequence)
+        if left_to is not None:
+            sequence.home.park(sequence, left_until(sequence, left_to))
+
     def first_asked(self, queue: Iterable[CoreSequence], now: int) -> tuple[list[str], bool]:
         """(workers that the sequences should go to, whether others may have something to plan too)."""
         names: dict[str, None] = {}
         others = False
+        given: list[tuple[Load, CoreSequence]] = []  # as chosen at an earlier asking
         for sequence in queue:
             left_to = self._fleet.left_to(sequence) if sequence.left_to else None
             if left_to is not None and _patient(sequence, left_to, now):
                 names[left_to.worker.name] = None
                 continue
+            name, step = sequence.asked_for
+            asked = self._fleet.loads.get(name) if name else None
+            if asked is not None and asked.worker.next_step == step and _patient(sequence, asked, now):
+                names[name] = None
+                given.append((asked, sequence))
+                continue
+            for load, earlier in given:
+                self._give(load, earlier)
+            given.clear()
             chosen = self._choose(sequence, None)
             if chosen is None:
                 others = True
@@ -126,6 +147,7 @@ class Placing:
             others = others or not _patient(sequence, chosen, now)
             self._give(chosen, sequence)
             names[chosen.worker.name] = None
+            sequence.asked_for = chosen.worker.name, chosen.worker.next_step
         return list(names), others
 
     def _begin(self, worker: WorkerState) -> None:
@@ -222,4 +244,4 @@ def _needs(load: Load, sequence: CoreSequence) -> tuple[int, list[bytes]]:
 
 
 def _patient(sequence: CoreSequence, chosen: Load, now: int) -> bool:
-    return not sequence.left_since or now - sequence.left_since < patience_ns(chosen)
+    return not sequence.left_since or now < left_until(sequence, chosen)

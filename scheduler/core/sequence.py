@@ -94,6 +94,8 @@ class Sequence:
     left_since: int = 0  # when a worker that might have taken it first left it to another one
     left_to: str = ""  # that other one, or to whom it was left later
     left_step: int = 0  # its next step at that time
+    parked: bool = False  # the queue shows it to nobody else meanwhile
+    asked_for: tuple[str, int] = ("", 0)  # the worker, and its next step, that is the first to be asked to take it
     began: int = 0  # generated tokens that it was submitted with
     charged: int = 0  # generated tokens that its tenant was charged for
     expected: int = 0  # generated tokens it is expected to end with, as last looked up

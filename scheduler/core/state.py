@@ -61,6 +61,7 @@ class CoreState:
         self.epoch = epoch
         self.counters = Counters()
         self.workers: dict[str, WorkerState] = {}
+        self._resting: dict[QueueKey, dict[str, None]] = {}  # of the workers, those that rest
         self._rules = PoolRules.parse(limits.pools, limits.pool_overflow, limits.pool_lend)
         self._queues: dict[QueueKey, QueueState] = {}
         self._requests: dict[str, RequestState] = {}
@@ -175,6 +176,10 @@ class CoreState:
             assert all(self.workers[name] is one for name, one in state.workers.items())
             assert state.fleet.workers == state.workers
             state.fleet.check()
+            state.queue.check()
+            for sequence in state.queue:
+                assert not sequence.parked or state.fleet.left_to(sequence) is not None
+            assert {name for name, one in state.workers.items() if one.rests} == set(self._resting.get(key, ()))
         assert waiting == self.num_waiting
 
     def _settle_service(self) -> None:
@@ -229,6 +234,17 @@ class CoreState:
     def _note(self, worker: WorkerState) -> None:
         """Something has changed with the worker that placement goes by."""
         self._queues[worker.serves].fleet.note(worker)
+        self._rests(worker, worker.rests)
+
+    def _rests(self, worker: WorkerState, yes: bool) -> None:
+        """Whether the worker is there and rests."""
+        key = worker.serves
+        if yes:
+            self._resting.setdefault(key, {})[worker.name] = None
+        elif key in self._resting:
+            self._resting[key].pop(worker.name, None)
+            if not self._resting[key]:
+                del self._resting[key]
 
     def _leave(self, sequence: Sequence) -> None:
         """Take a live sequence out of wherever it is; a slot it has is dropped by the next plan."""

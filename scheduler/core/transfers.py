@@ -239,6 +239,7 @@ class Transfers:
         move, blocks = fetching.move, len(fetching.here)
         fetching.close()
         worker.drop_fetches.append(answer.fetch)
+        self._note(worker)
         events: list[CoreEvent] = []
         if not answer.reason:
             us, fetched = worker.fetch_pace.pop(move.source.name, (0.0, 0.0))

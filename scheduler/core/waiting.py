@@ -21,22 +21,42 @@ class _Fifo:
 
     def __init__(self) -> None:
         self.keys: list[Seniority] = []
+        self.open: list[Seniority] = []  # of those that are not parked
         self.by_key: dict[Seniority, Sequence] = {}
+        self.parked_tokens = 0  # that the tenant will be charged for, of those that are
 
     def push(self, sequence: Sequence) -> None:
         insort(self.keys, sequence.seniority)
+        insort(self.open, sequence.seniority)
         self.by_key[sequence.seniority] = sequence
 
     def remove(self, sequence: Sequence) -> None:
+        self.unpark(sequence)
         del self.by_key[sequence.seniority]
         del self.keys[bisect_left(self.keys, sequence.seniority)]
+        del self.open[bisect_left(self.open, sequence.seniority)]
+
+    def park(self, sequence: Sequence) -> None:
+        del self.open[bisect_left(self.open, sequence.seniority)]
+        self.parked_tokens += len(sequence.tokens) if sequence.submit.attempt == 1 else 0
+        sequence.parked = True
+
+    def unpark(self, sequence: Sequence) -> None:
+        if sequence.parked:
+            insort(self.open, sequence.seniority)
+            self.parked_tokens -= len(sequence.tokens) if sequence.submit.attempt == 1 else 0
+            sequence.parked = False
 
     def at(self, index: int) -> Sequence | None:
-        return self.by_key[self.keys[index]] if index < len(self.keys) else None
+        return self.by_key[self.open[index]] if index < len(self.open) else None
 
 
 class WaitingQueue:
-    """``aging_ns``: waiting so long raises a sequence by one priority class; 0 turns aging off."""
+    """``aging_ns``: waiting so long raises a sequence by one priority class; 0 turns aging off.
+
+    What is left to another worker is *parked* for that time: ``order`` does not have it, so that a look costs by what
+    it could take, not by what waits. Everything else counts it.
+    """
 
     def __init__(self, key: QueueKey, fairness: VirtualTokenCounters | None = None, aging_ns: int = 0) -> None:
         self.key = key
@@ -51,6 +71,9 @@ class WaitingQueue:
         self.left_tokens = 0  # those of all that left
         self._tokens_of: dict[Seniority, int] = {}  # as counted at the push: choices may be cancelled meanwhile
         self.blocked: Sequence | None = None  # the head that failed to fit, until it is admitted or leaves
+        self.num_parked = 0
+        self._parkings = 0
+        self._parked_until: list[tuple[int, int, Sequence]] = []  # a heap; some are parked no more, or again
 
     def __len__(self) -> int:
         return self._length
@@ -74,6 +97,7 @@ class WaitingQueue:
     def remove(self, sequence: Sequence) -> None:
         tenants = self._classes[sequence.submit.priority]
         fifo = tenants[sequence.submit.tenant]
+        self.num_parked -= sequence.parked
         fifo.remove(sequence)
         if not fifo.keys:
             del tenants[sequence.submit.tenant]
@@ -88,6 +112,25 @@ class WaitingQueue:
         self._fairness.unqueued(sequence.submit.tenant)
         if self.blocked is sequence:
             self.blocked = None
+
+    def park(self, sequence: Sequence, until_ns: int) -> None:
+        """Another worker is to take it: nobody else is shown it before ``until_ns``."""
+        if sequence.parked or sequence is self.blocked:
+            return
+        self._classes[sequence.submit.priority][sequence.submit.tenant].park(sequence)
+        self.num_parked += 1
+        self._parkings += 1
+        heapq.heappush(self._parked_until, (until_ns, self._parkings, sequence))
+
+    def unpark(self, sequence: Sequence) -> None:
+        """Show it to everybody again, if it waits here."""
+        if sequence.parked and sequence.home is self:
+            self._classes[sequence.submit.priority][sequence.submit.tenant].unpark(sequence)
+            self.num_parked -= 1
+
+    def unpark_all(self) -> None:
+        while self._parked_until:
+            self.unpark(self._parked_until.pop()[2])
 
     @property
     def oldest_ns(self) -> int:
@@ -107,6 +150,8 @@ class WaitingQueue:
 
     def order(self, now: int) -> Iterator[Sequence]:
         """Sequences in the order they should be admitted, lazily. The queue must not change while it is read."""
+        while self._parked_until and self._parked_until[0][0] <= now:
+            self.unpark(heapq.heappop(self._parked_until)[2])
         if self.blocked is not None:
             yield self.blocked
         heads: list[tuple[int, int, int, Iterator[Sequence], Sequence]] = []
@@ -136,7 +181,7 @@ class WaitingQueue:
                 yield sequence
                 index += 1
             return
-        turn = [(self._fairness.counter(tenant), tenant, 0) for tenant in tenants]
+        turn = [(self._counter(tenant, fifo), tenant, 0) for tenant, fifo in tenants.items()]
         heapq.heapify(turn)
         while turn:
             counter, tenant, index = heapq.heappop(turn)
@@ -148,6 +193,21 @@ class WaitingQueue:
                 if sequence is not self.blocked and sequence.submit.attempt == 1:
                     cost = self._fairness.input_cost(tenant, len(sequence.tokens))
                 heapq.heappush(turn, (counter + cost, tenant, index + 1))
+
+    def _counter(self, tenant: str, fifo: _Fifo) -> int:
+        """As if what is parked had been admitted: it is about to be."""
+        counter = self._fairness.counter(tenant)
+        return counter + self._fairness.input_cost(tenant, fifo.parked_tokens) if fifo.parked_tokens else counter
+
+    def check(self) -> None:
+        """Raise AssertionError unless what is parked agrees with who waits."""
+        assert self.num_parked == sum(sequence.parked for sequence in self)
+        assert not (self.blocked is not None and self.blocked.parked)
+        for tenants in self._classes.values():
+            for fifo in tenants.values():
+                assert fifo.open == [key for key in fifo.keys if not fifo.by_key[key].parked]
+                waiting = (one for one in fifo.by_key.values() if one.parked and one.submit.attempt == 1)
+                assert fifo.parked_tokens == sum(len(one.tokens) for one in waiting)
 
     def lines(self) -> Iterator[tuple[int, str, int, Sequence]]:
         """(priority, tenant, how many wait, the first of them) of each line. Costs by lines, not by who waits."""

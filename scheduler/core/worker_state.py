@@ -325,6 +325,13 @@ class WorkerState:
         )  # fmt: skip
 
     @property
+    def rests(self) -> bool:
+        """True if it has nothing in hand, so that only what waits in its queue could give it something to do."""
+        return not (
+            self.running or self.in_flight or self.preempted or self.drops or self.drop_fetches or self.arriving
+        )
+
+    @property
     def transferring(self) -> bool:
         """True if blocks here come free by themselves, without any plan for this worker: when a fetch is over, or when
         somebody who gets no more rows is gone."""
