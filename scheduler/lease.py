@@ -140,6 +140,12 @@ class LeaseView:
     def gave_up(self) -> None:
         self._until_s = float("-inf")
 
+    def outdated(self) -> None:
+        """A higher epoch is about, of which the key did not know: whoever has it may lead on until its time is out.
+        This one's own lease is then like anybody else's: it must be seen to stand still for its length."""
+        self.gave_up()
+        self._bid_epoch, self._newborn, self._seen = -1, False, None
+
 
 class LeaseKeeper:
     """Takes the lease, renews it and lets it go."""
@@ -223,6 +229,10 @@ class LeaseKeeper:
         except StoreUnavailable:
             self._metrics.lease_renewals_failed.inc()
             return None
+
+    def abandon(self) -> None:
+        """Lead no more, and leave the key as it is: a higher epoch has been seen, whose holder may still lead."""
+        self._view.outdated()
 
     async def release(self) -> None:
         """Let whoever stands by take it at once. Call it once nothing more is done as the leader."""

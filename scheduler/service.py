@@ -74,6 +74,7 @@ class SchedulerService:
         self._heard: dict[str, tuple[float, WorkerBeat]] = {}  # the last beat of each worker, and when it came
         self._over = asyncio.Event()  # this time of leading
         self._why_over = ""
+        self._outdated = False  # it is over since a higher epoch has been seen
 
     @property
     def core(self) -> SchedulerCore:
@@ -103,7 +104,10 @@ class SchedulerService:
             await asyncio.sleep(ROLL_CALL_S)
             while await self._lease.acquire(stop, lambda: self._seen_epoch):
                 await self._lead(stop)
-                await self._lease.release()
+                if self._outdated:
+                    self._lease.abandon()
+                else:
+                    await self._lease.release()
                 if not stop.is_set():
                     log.warning("scheduler %s stands down: %s", self.name, self._why_over)
             await end(sending)
@@ -113,6 +117,7 @@ class SchedulerService:
     async def _lead(self, stop: asyncio.Event) -> None:
         """Lead under the lease until ``stop`` is set or another one leads."""
         self._over.clear()
+        self._outdated = False
         async with asyncio.TaskGroup() as group:
             tasks: set[asyncio.Task[None]] = set()
 
@@ -167,9 +172,9 @@ class SchedulerService:
         await stop.wait()
         self._over.set()
 
-    def _depose(self, why: str) -> None:
+    def _depose(self, why: str, outdated: bool = False) -> None:
         if self._term is not None and not self._over.is_set():
-            self._why_over = why
+            self._why_over, self._outdated = why, outdated
             self._over.set()
 
     def _new_core(self) -> SchedulerCore:
@@ -194,10 +199,11 @@ class SchedulerService:
             return
         if isinstance(message, SchedulerBeat):
             if (message.epoch, message.scheduler) > (term.epoch, self.name):
-                self._depose(f"scheduler {message.scheduler} leads in epoch {message.epoch}")
+                self._depose(f"scheduler {message.scheduler} leads in epoch {message.epoch}", outdated=True)
         elif message.epoch > term.epoch or term.knows_too_much(message):
-            # It was silent while this one took its epoch. It obeys nobody below what it has seen: lead again, above.
-            self._depose(f"epoch {message.epoch} has been seen by others; this one took {term.epoch}")
+            # It was silent while this one took its epoch. It obeys nobody below what it has seen: lead again, above,
+            # once whoever led in that epoch can lead no more.
+            self._depose(f"epoch {message.epoch} has been seen by others; this one took {term.epoch}", outdated=True)
         else:
             term.on_beat(message)
 

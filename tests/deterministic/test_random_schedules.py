@@ -19,6 +19,10 @@ MOVE_PARTS = 4
 MESHES = 40
 MESHES_PARTS = 4
 
+FOUND = (
+    7011251,  # the store lost, a newcomer that heard nobody took a low epoch, let it go, and led beside the old leader
+)
+
 
 @pytest.mark.parametrize("part", range(PARTS))
 def test_random_faults_break_no_promise(part: int) -> None:
@@ -29,6 +33,11 @@ def test_random_faults_break_no_promise(part: int) -> None:
         except Violation as violation:
             broken.append(f"{violation} (python tests/deterministic --seed {seed} -v)")
     assert not broken, "\n".join(broken)
+
+
+@pytest.mark.parametrize("seed", FOUND)
+def test_what_a_long_run_once_found_stays_mended(seed: int) -> None:
+    random_mesh(seed).run()
 
 
 @pytest.mark.parametrize("part", range(MOVE_PARTS))

@@ -90,6 +90,21 @@ def test_a_key_that_is_not_there_is_free_only_where_no_epoch_was_ever_seen() -> 
     assert one.look(None) == Lease("b", 8)
 
 
+def test_whoever_took_a_lost_key_below_a_living_epoch_waits_like_anybody_else() -> None:
+    """The store was lost, nobody had been heard yet, and the key was free: but somebody leads on in epoch 2, for as
+    long as its last renewal lasts."""
+    b, c = Standby("b"), Standby("c", seen_epoch=2)
+    lease = b.look(None)
+    assert lease == Lease("b", 1)
+    b.view.took(lease, 1, b.now)
+    b.view.outdated()
+    assert not b.view.holds(b.now)
+    b.seen_epoch = 2
+    assert b.looks(stored("b", 1, 1), 5) == [None] * 5
+    assert c.looks(stored("b", 1, 1), 5) == [None] * 5
+    assert Lease("b", 3) in b.looks(stored("b", 1, 1), 2)
+
+
 def test_time_in_which_nobody_looked_does_not_count() -> None:
     one = Standby()
     assert one.look(stored("a", 4, 7)) is None
