@@ -193,9 +193,10 @@ class AnswerApp:
             {names.INPUT_TOKENS: flight.prompt_tokens},
         )  # fmt: skip
         decoding = request.decoding
-        sampling = decoding.bind(
-            model, max(len(prompt) for prompt in prompts), self._endpoint.default_max_tokens(gateway.config)
-        )
+        most = self._endpoint.default_max_tokens(gateway.config)
+        if decoding.max_tokens is None:
+            most = gateway.default_answer(target, prompts, visit.pool, most)
+        sampling = decoding.bind(model, max(len(prompt) for prompt in prompts), most)
         check_told(decoding, request.report, sampling.max_tokens, prompts)
         packed = [pack_tokens(prompt) for prompt in prompts]
         if visit.keyed is not None and request.delivery.stream and self._endpoint.event_ids:

@@ -46,7 +46,7 @@ def make_app(gateway: Gateway) -> Starlette:
 
     def card(model: str, adapter: str = "") -> dict[str, Any]:
         """As vLLM has it: an adapter's root is a thing of its own, and its parent the model that it is for."""
-        info = gateway.dispatch.mesh.model(model, time.monotonic())
+        info = gateway.describe(model, adapter, time.monotonic())
         return {
             "id": adapter or model,
             "object": "model",

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+import msgspec
 
 from gateway.access import Access
 from gateway.config import GatewayConfig
+from gateway.context_length import default_answer, max_model_len
 from gateway.dispatch import Dispatch
 from gateway.errors import ApiError, unavailable
 from gateway.keys import Keyring
@@ -16,7 +20,7 @@ from gateway.metrics import GatewayMetrics
 from gateway.models import Models, ServedModel, Target
 from gateway.router import Router
 from observability.tracing import Tracing
-from shared.messages import Outcome
+from shared.messages import ModelInfo, Outcome
 
 
 @dataclass(slots=True)
@@ -137,6 +141,21 @@ class Gateway:
                 raise unavailable(reason, Outcome.NO_WORKER.value)
             await self.dispatch.next_beat(until_s - now_s)
             now_s = time.monotonic()
-        info = mesh.model(served.name, now_s)
+        info = self.describe(served.name, adapter, now_s)
         assert info is not None
         return Target(served, info, adapter)
+
+    def describe(self, model: str, adapter: str, now_s: float) -> ModelInfo | None:
+        """A model as the mesh describes it now, with the context of the adapter; None while no scheduler is heard."""
+        mesh = self.dispatch.mesh
+        info = mesh.model(model, now_s)
+        if info is None or not adapter:
+            return info
+        longest = max((max_model_len(one, adapter) for one in mesh.ready(model, now_s, adapter)), default=0)
+        return msgspec.structs.replace(info, max_model_len=longest or info.max_model_len)
+
+    def default_answer(self, target: Target, prompts: Sequence[Sequence[int]], pool: str, most: int) -> int:
+        """The limit of answers for which the client names none: ``most`` tokens, less where the request will run in
+        less."""
+        infos = self.dispatch.mesh.ready(target.served.name, time.monotonic(), target.adapter)
+        return default_answer(infos, map(len, prompts), pool, target.adapter, most)

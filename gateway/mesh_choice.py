@@ -13,6 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from gateway.context_length import context_of
 from gateway.mesh_view import is_full
 from shared.messages import ModelInfo, PoolInfo, Submit
 
@@ -40,7 +41,8 @@ def candidate(name: str, info: ModelInfo, submit: Submit) -> Candidate:
     sampling, prompt = submit.sampling, len(submit.prompt) // 4  # packed uint32
     sequences = 1 if sampling.beam_width else submit.n
     tokens = prompt + sampling.max_tokens * (sampling.beam_width or submit.n)
-    fits = prompt + sampling.max_tokens <= info.max_model_len and (not submit.pool or queue is not info)
+    has_pool = not submit.pool or queue is not info
+    fits = has_pool and context_of(info, prompt, submit.pool, submit.adapter, sampling.max_tokens) > 0
     wait_s = queue.waiting / max(queue.service_rate, LEAST_RATE)
     return Candidate(name, queue.workers, wait_s, fits, is_full(queue, sequences, tokens))
 

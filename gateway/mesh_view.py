@@ -55,6 +55,11 @@ class MeshView:
             return None
         return next((info for info in self._beat.models if info.name == name), None)
 
+    def ready(self, name: str, now_s: float, adapter: str = "") -> list[ModelInfo]:
+        """The model as each mesh that can complete now describes it."""
+        info = self.model(name, now_s)
+        return [info] if info is not None and self.why_not_ready(name, now_s, adapter) is None else []
+
     def adapters(self, model: str, now_s: float) -> list[str]:
         """Those that ready workers of the model offer now, in order."""
         info = self.model(model, now_s)

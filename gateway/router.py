@@ -182,6 +182,9 @@ class MeshesView:
             adapters=self.adapters(name, now_s),
         )
 
+    def ready(self, name: str, now_s: float, adapter: str = "") -> list[ModelInfo]:
+        return [info for view in self._views for info in view.ready(name, now_s, adapter)]
+
     def adapters(self, model: str, now_s: float) -> list[str]:
         return sorted({adapter for view in self._views for adapter in view.adapters(model, now_s)})
 

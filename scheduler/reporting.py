@@ -14,10 +14,11 @@ from observability import conventions as names
 from observability.context import is_sampled
 from observability.logs import about
 from observability.tracing import Tracing
-from scheduler.core.admissible import max_model_len
+from scheduler.core.admissible import longest_sequence
 from scheduler.core.core import SchedulerCore
 from scheduler.core.events import CoreEvent, Counters, Ended, Failed, Found, Moved, NotMoved, Preempted
 from scheduler.core.figures import memory_figures
+from scheduler.core.pools import QueueKey
 from scheduler.core.sequence import Sequence
 from scheduler.metrics import NEW, PADDING, PREFILL, RECOMPUTE, SchedulerMetrics
 from scheduler.spans import spans_of
@@ -162,8 +163,7 @@ class Reporter:
         for worker in core.workers.values():
             capacity = worker.capacity
             known = models.get(capacity.model)
-            pool_tokens = capacity.num_blocks * capacity.block_size + 1
-            longest = min(max_model_len(capacity, core.limits), pool_tokens)
+            longest = longest_sequence(capacity, core.limits)
             models[capacity.model] = ModelInfo(
                 capacity.model,
                 max(longest, known.max_model_len if known else 0),
@@ -242,13 +242,7 @@ class Reporter:
 def _with_queues(info: ModelInfo, core: SchedulerCore) -> ModelInfo:
     """With the state of its queues. All together are full when each is: whose turn it is a gateway need not know."""
     most, most_tokens = core.limits.max_num_queued_reqs, core.limits.max_num_queued_tokens
-    pools: list[PoolInfo] = []
-    for key in sorted(core.queues):
-        if key.model == info.name:
-            queue = core.queue_of(*key)
-            workers = sum(not worker.draining for worker in core.workers_of(*key))
-            rate = round(queue.service_rate, 3)
-            pools.append(PoolInfo(key.pool, workers, queue.waiting, queue.tokens, most, most_tokens, rate))
+    pools = [_pool_info(key, core) for key in sorted(core.queues) if key.model == info.name]
     serving = [pool for pool in pools if pool.workers] or pools
     waiting, tokens = sum(pool.waiting for pool in pools), sum(pool.waiting_tokens for pool in pools)
     room = max(most - pool.waiting for pool in serving)
@@ -262,6 +256,32 @@ def _with_queues(info: ModelInfo, core: SchedulerCore) -> ModelInfo:
         max_waiting_tokens=max(1, tokens + room_tokens) if most_tokens else 0,
         service_rate=sum(pool.service_rate for pool in pools),
         pools=pools,
+    )
+
+
+def _pool_info(key: QueueKey, core: SchedulerCore) -> PoolInfo:
+    queue, limits, rules = core.queue_of(*key), core.limits, core.pool_rules
+    longest = 0
+    adapters: dict[str, int] = {}
+    for capacity in core.capacities_of(*key):
+        takes = longest_sequence(capacity, limits)
+        longest = max(longest, takes)
+        for adapter in capacity.adapters:
+            adapters[adapter] = max(adapters.get(adapter, 0), takes)
+    range_ = rules.ranges.get(key.pool)
+    return PoolInfo(
+        key.pool,
+        sum(not worker.draining for worker in core.workers_of(*key)),
+        queue.waiting,
+        queue.tokens,
+        limits.max_num_queued_reqs,
+        limits.max_num_queued_tokens,
+        round(queue.service_rate, 3),
+        longest,
+        sorted(adapters.items()),
+        range_.low if range_ is not None else 0,
+        range_.high if range_ is not None else -1,
+        list(rules.overflow.get(key.pool, ())),
     )
 
 

@@ -47,6 +47,11 @@ class PoolInfo(Message, frozen=True):
     max_waiting: int = 0
     max_waiting_tokens: int = 0
     service_rate: float = 0.0
+    max_model_len: int = 0  # of the ready worker that takes most; 0: there is none, or it is not told
+    adapters: list[tuple[str, int]] = []  # that its ready workers can run, by name, each with its max_model_len
+    shortest_prompt: int = 0  # of the range of prompts that it is for, in tokens
+    longest_prompt: int = -1  # the same; -1: it has no range
+    overflow: list[str] = []  # pools that get what none of its workers can ever hold, in order
 
 
 class ModelInfo(Message, frozen=True):

@@ -16,6 +16,11 @@ def max_model_len(capacity: Capacity, limits: Limits) -> int:
     return min(capacity.max_model_len, limits.step_tokens(capacity))  # a prompt runs in one step or never
 
 
+def longest_sequence(capacity: Capacity, limits: Limits) -> int:
+    """The same, clamped to what the KV blocks of such a worker hold. (Of the last token nothing is kept.)"""
+    return min(max_model_len(capacity, limits), capacity.num_blocks * capacity.block_size + 1)
+
+
 def unfinished(resumed: list[int], sampling: Sampling, eos_token_ids: Sequence[int]) -> list[int]:
     """The tokens of a resumed choice without the one that ends it, which is computed again, and its end with it.
 

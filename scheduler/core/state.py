@@ -18,6 +18,7 @@ from scheduler.core.suspects import Suspects
 from scheduler.core.waiting import WaitingQueue
 from scheduler.core.worker_state import WorkerState
 from scheduler.policies.batching import BATCHING_POLICIES
+from shared.messages import Capacity
 from shared.pool_name import DEFAULT_POOL
 
 KEPT_WHOLE_NS = 2_000_000_000
@@ -109,6 +110,14 @@ class CoreState:
         """Those of one pool of a model."""
         state = self._queues.get(QueueKey(model, pool))
         return list(state.workers.values()) if state is not None else []
+
+    def capacities_of(self, model: str, pool: str = DEFAULT_POOL) -> list[Capacity]:
+        """By which requests to one pool of a model are judged: of workers that take newcomers, one of each kind."""
+        return self._queues[QueueKey(model, pool)].fleet.capacities
+
+    @property
+    def pool_rules(self) -> PoolRules:
+        return self._rules
 
     @property
     def oldest_waiting_ns(self) -> int:

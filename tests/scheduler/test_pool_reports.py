@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from mesh_in_a_box import Box, capacity, request
 from prometheus_client import CollectorRegistry
@@ -24,8 +26,8 @@ GAUGES = ("headrace_pool_workers", "headrace_pool_requests_running", "headrace_p
 
 
 class Told:
-    def __init__(self, **limits: int) -> None:
-        apart = Limits(max_num_seqs=1, max_num_batched_tokens=64, pools=POOLS, pool_lend="", **limits)  # type: ignore[arg-type]
+    def __init__(self, **limits: Any) -> None:
+        apart = Limits(max_num_seqs=1, max_num_batched_tokens=64, pools=POOLS, pool_lend="", **limits)
         self.box = Box(apart, workers=0)
         for name, pool in (("c0", "chat"), ("c1", "chat"), ("l0", "long")):
             self.box.add_worker(name, capacity(pool=pool))
@@ -74,6 +76,26 @@ def test_beats_tell_each_pools_queue_and_a_model_is_full_when_all_of_them_are() 
     assert told.info().max_waiting == told.info().waiting + 1, "long has room for one more"
     told.box.core.worker_draining("l0")
     assert told.info().max_waiting == told.info().waiting, "and takes nobody now"
+
+
+def test_beats_tell_what_each_pool_is_for_and_what_it_takes() -> None:
+    told = Told()
+    told.box.add_worker("l1", capacity(pool="long", max_model_len=90, adapters=["sql", "old"]))
+    told.box.add_worker("l2", capacity(pool="long", max_model_len=70, num_blocks=3, adapters=["sql", "new"]))
+    pools = {pool.name: pool for pool in told.info().pools}
+    assert (pools["chat"].shortest_prompt, pools["chat"].longest_prompt) == (0, 8)
+    assert pools["long"].shortest_prompt == 9 and pools["long"].longest_prompt > 1 << 32
+    own = told.box.core.workers["l0"].max_model_len
+    assert pools["chat"].max_model_len == pools["long"].max_model_len == own > 90
+    held = 3 * told.box.core.workers["l2"].capacity.block_size + 1
+    assert held < 70 and pools["long"].adapters == [("new", held), ("old", 90), ("sql", 90)]
+    told.box.core.worker_draining("l1")
+    told.box.core.worker_draining("c0")
+    told.box.core.worker_draining("c1")
+    pools = {pool.name: pool for pool in told.info().pools}
+    assert pools["chat"].max_model_len == 0, "no worker of it takes newcomers"
+    assert pools["long"].adapters == [("new", held), ("sql", held)]
+    assert [pool.overflow for pool in Told(pool_overflow="chat>long").info().pools] == [["long"], []]
 
 
 def test_each_pool_has_its_gauges() -> None:
