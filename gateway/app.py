@@ -58,13 +58,8 @@ def make_app(gateway: Gateway) -> Starlette:
         }
 
     async def models(request: Request) -> Response:
-        """The models, then the adapters that their workers offer; a name stands for the first that has it."""
-        cards = {name: card(name) for name in gateway.models.names}
-        for model in gateway.models.names:
-            for adapter in gateway.dispatch.mesh.adapters(model, time.monotonic()):
-                if adapter not in cards:
-                    cards[adapter] = card(model, adapter)
-        return JSONResponse({"object": "list", "data": list(cards.values())})
+        cards = [card(model, adapter) for model, adapter in gateway.listed().values()]
+        return JSONResponse({"object": "list", "data": cards})
 
     async def model(request: Request) -> Response:
         try:

@@ -116,12 +116,23 @@ class Gateway:
         for served in self.models:
             if self.dispatch.mesh.knows_adapter(served.name, name, now_s):
                 return served, name
-        names = self.models.names
+        names = list(self.listed())
         listed = ", ".join(map(repr, names[:MOST_NAMED])) + (", ..." if len(names) > MOST_NAMED else "")
         raise ApiError(
             404, f"the model {name[:256]!r} does not exist; {listed} {'is' if len(names) == 1 else 'are'} served",
             param="model", code="model_not_found", outcome=Outcome.UNKNOWN_MODEL.value,
         )  # fmt: skip
+
+    def listed(self) -> dict[str, tuple[str, str]]:
+        """What clients may name now, in order: the models, then the adapters that their workers offer, each with its
+        model and its adapter (empty: none). A name stands for the first that has it.
+        """
+        names = {name: (name, "") for name in self.models.names}
+        now_s = time.monotonic()
+        for model in self.models.names:
+            for adapter in self.dispatch.mesh.adapters(model, now_s):
+                names.setdefault(adapter, (model, adapter))
+        return names
 
     async def target(self, name: str) -> Target:
         """What a request's ``model`` means, as the mesh describes it now; 404 for an unknown one, 503 while it cannot

@@ -78,8 +78,20 @@ def test_an_unknown_name_is_a_404_as_openai_has_it(both: RunningGateway, client:
         answer = client.post(path, json={**body, "model": "gpt-4"})
         error = answer.json()["error"]
         assert (answer.status_code, error["code"], error["param"]) == (404, "model_not_found", "model")
-        assert error["message"] == "the model 'gpt-4' does not exist; 'tiny', 'other' are served"
+        assert error["message"] == "the model 'gpt-4' does not exist; 'tiny', 'other', 'sql', 'poems' are served"
     assert not both.mesh.submits
+
+
+def test_a_404_names_no_more_than_a_line_holds(both: RunningGateway, client: httpx.Client) -> None:
+    mesh, adapters = both.gateway.dispatch.mesh, both.mesh.adapters
+    try:
+        both.mesh.adapters = {"tiny": [f"a{number}" for number in range(9)], "other": []}
+        both.until(lambda: "a8" in mesh.adapters("tiny", time.monotonic()))
+        message = client.get("/v1/models/gpt-4").json()["error"]["message"]
+        assert message.endswith("; 'tiny', 'other', 'a0', 'a1', 'a2', 'a3', 'a4', 'a5', ... are served")
+    finally:
+        both.mesh.adapters = adapters
+        both.until(lambda: "sql" in mesh.adapters("tiny", time.monotonic()))
 
 
 def test_each_model_has_its_own_chat_template(both: RunningGateway, client: httpx.Client) -> None:
