@@ -93,8 +93,8 @@ def _wanted(submit: Submit, pools: Mapping[str, QueueState], rules: PoolRules) -
             known = ", ".join(sorted({*pools, *rules.names}))
             return Routed(Outcome.INVALID, f"no pool {submit.pool!r} of the model {submit.model!r}; pools: {known}")
         if rules.too_long_for(submit.pool, length):
-            most = rules.ranges[submit.pool].high
-            return Routed(Outcome.TOO_LONG, f"the prompt has {length} tokens; the pool {submit.pool!r} takes {most}")
+            takes = f"the pool {submit.pool!r} takes prompts of at most {rules.ranges[submit.pool].high} tokens"
+            return Routed(Outcome.TOO_LONG, f"{takes}; this one has {length}")
         return _Wanted([submit.pool, *rules.overflow.get(submit.pool, ())])
     having = pools
     if submit.adapter:  # a pool may be there for its adapters

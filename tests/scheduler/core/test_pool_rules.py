@@ -91,7 +91,9 @@ def test_a_request_goes_to_the_pool_of_its_length_or_to_the_one_it_asks_for() ->
     ):  # fmt: skip
         assert submit(box, name, tokens, pool).outcome is Outcome.ACCEPTED
         assert where(box, name) == wanted
-    assert submit(box, "fills", 9, "chat").outcome is Outcome.TOO_LONG
+    fills = submit(box, "fills", 9, "chat")
+    assert fills.outcome is Outcome.TOO_LONG
+    assert fills.reason == "the pool 'chat' takes prompts of at most 8 tokens; this one has 9"
     unknown = submit(box, "unknown", 3, "chta")
     assert (
         unknown.outcome is Outcome.INVALID
