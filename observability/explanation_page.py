@@ -8,7 +8,7 @@ from typing import Any
 from urllib.parse import quote
 
 from observability.explanation import Interval, by_cause
-from observability.explanation_text import USUAL, details, duration
+from observability.explanation_text import USUAL, details, duration, unusual
 from observability.page_style import STAGES, page
 from observability.phases import Gap, Phase, contents, phases, slow_gaps, usual_gap_ms
 from shared.flight_record import Report, RequestTrace
@@ -63,6 +63,7 @@ def summary(request: RequestTrace) -> dict[str, Any]:
         "tenant": request.tenant,
         "priority": request.priority,
         "pool": request.pool,
+        "adapter": request.adapter,
         "prompt_tokens": request.prompt_len,
         "generated_tokens": sum(choice.generated for choice in request.choices.values()),
         "choices": len(request.choices),
@@ -169,7 +170,10 @@ def _facts(about: dict[str, Any], pieces: Sequence[Interval]) -> str:
         ("longest gap", duration(gaps[0].ms) if gaps else "-", "where it stands out"),
         ("preempted", str(about["preemptions"]), "times"),
         ("class", str(about["priority"]), f"tenant {about['tenant']}" if about["tenant"] else "no tenant"),
-        ("pool", about["pool"] or "-", "of workers"),
+        *(
+            (name, value, {"pool": "of workers", "adapter": "its LoRA weights"}[name])
+            for name, value in unusual(about).items()
+        ),
     ]
     return "<section class=facts>" + "".join(
         f"<div><span class=soft>{name}</span><b>{_text(value)}</b><span class=soft>{_text(what)}</span></div>"

@@ -8,6 +8,7 @@ from typing import Any
 
 from observability.explanation import Interval, by_cause
 from observability.phases import Phase, phases
+from shared.pool_name import DEFAULT_POOL
 
 USUAL = {
     "queue": "for the next plan",
@@ -42,6 +43,12 @@ def details(one: Interval) -> str:
     return "; ".join([*said, one.note] if one.note else said)
 
 
+def unusual(about: dict[str, Any]) -> dict[str, str]:
+    """Of a request's summary, where it runs, if that is not as with most: in a named pool, with a LoRA adapter."""
+    pool, adapter = about.get("pool", ""), about.get("adapter", "")
+    return ({"pool": pool} if pool not in ("", DEFAULT_POOL) else {}) | ({"adapter": adapter} if adapter else {})
+
+
 def lines(
     about: dict[str, Any], intervals: Sequence[Interval], gaps: Sequence[dict[str, Any]] = (), width: int = 110,
     full: bool = False,
@@ -52,7 +59,8 @@ def lines(
     made = [
         f"{about['request_id']}: {duration(total)}, {about['prompt_tokens']:,} prompt tokens, "
         f"{about['generated_tokens']:,} generated, {about['preemptions']} preemptions, "
-        f"pool {about.get('pool') or '-'}, {'still running' if about['live'] else about['end']}",
+        + "".join(f"{name} {value}, " for name, value in unusual(about).items())
+        + ("still running" if about["live"] else about["end"]),
         *(f"interrupted: {why}" for why in about.get("interrupted", ())),
         "",
         "where the time went:",

@@ -67,7 +67,7 @@ class FlightRecorder:
             return
         choices = {one.choice: ChoiceTrace(one.choice, one.causes) for one in sequences}
         self._requests[submit.request_id] = record = _trace(submit, now, position, choices)
-        record.pool = next((one.home.key.pool for one in sequences), "")
+        record.pool = next((one.home.key.pool for one in sequences), submit.pool)
         self._name(record)
         self._trim()
 
@@ -323,7 +323,8 @@ def _trace(submit: Submit, now: int, position: int, choices: dict[int, ChoiceTra
     return RequestTrace(
         submit.request_id, submit.gateway, submit.tenant, submit.priority, len(submit.prompt) // 4,
         submit.sampling.max_tokens, now, position, choices, submit.traceparent, arrival_ns=submit.arrival_ns,
-        client_id=submit.client_id, answer_id=submit.answer_id, attempt=submit.attempt,
+        client_id=submit.client_id, answer_id=submit.answer_id, attempt=submit.attempt, pool=submit.pool,
+        adapter=submit.adapter,
     )  # fmt: skip
 
 

@@ -134,7 +134,8 @@ class RequestTrace(msgspec.Struct, array_like=True):
     client_id: str = ""  # as in AnswerTrace; known from its submission on
     answer_id: str = ""
     attempt: int = 1  # the first that came to this scheduler: those before it were another one's
-    pool: str = ""  # of workers, that it waited for first
+    pool: str = ""  # of workers, that it waited for first; of a refused one: that it asked for
+    adapter: str = ""  # the LoRA adapter that it runs with
 
     @property
     def live(self) -> bool:

@@ -6,10 +6,12 @@ from itertools import pairwise
 
 import msgspec
 import pytest
-from mesh_in_a_box import request
+from mesh_in_a_box import capacity, request
 from recorded_box import MS, OFFSET_NS, RecordedBox
 
 from observability.explanation import Interval, by_cause, explain, joined, pieces
+from observability.explanation_page import as_json, as_page, summary
+from observability.explanation_text import lines
 from observability.phases import contents, phases, slow_gaps
 from scheduler.core.limits import Limits
 from shared.flight_record import AnswerTrace
@@ -287,3 +289,27 @@ def test_refusals_are_remembered_apart() -> None:
 def test_an_unknown_request_is_told_as_such() -> None:
     assert box().report("nobody").request is None
     assert explain(box().report("nobody")) == []
+
+
+def test_the_pool_and_the_adapter_are_told_where_they_are_not_the_usual() -> None:
+    one = box()
+    one.add_worker("w1", capacity(pool="chat", adapters=["sql"]))
+    one.submit(request("plain"))
+    one.submit(msgspec.structs.replace(request("own"), pool="chat", adapter="sql"))
+    one.run()
+    refused = msgspec.structs.replace(request("refused"), pool="chta", adapter="<sql>")
+    one.recorder.refused(refused, "no such pool", one.now)
+    told = {}
+    for name in ("plain", "own", "refused"):
+        report = one.report(name)
+        record, found = report.request, explain(report)
+        assert record is not None
+        told[name] = lines(summary(record), found)[0], as_page(report, found, found).decode()
+        made = as_json(report, found, found)
+        assert (made["pool"], made["adapter"]) == (record.pool, record.adapter)
+    assert ", pool chat, adapter sql, length" in told["own"][0]
+    assert ", pool chta, adapter <sql>, refused: no such pool" in told["refused"][0]
+    assert "pool" not in told["plain"][0] and "adapter" not in told["plain"][0]
+    for what in ("<b>chat</b>", "<b>sql</b>"):
+        assert what in told["own"][1] and what not in told["plain"][1]
+    assert "<b>&lt;sql&gt;</b>" in told["refused"][1]
