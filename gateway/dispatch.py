@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable
 from gateway.awake_clock import AwakeClock
 from gateway.config import GatewayConfig
 from gateway.errors import interrupted, invalid, late
-from gateway.ledger import Broken, Ledger, Lost, Progress, RequestRecord, Update
+from gateway.ledger import Broken, Ledger, Lost, Progress, RequestRecord, Unwanted, Update
 from gateway.mesh_view import MeshView
 from gateway.metrics import GatewayMetrics
 from gateway.offering import Offers, Part
@@ -50,6 +50,7 @@ log = logging.getLogger("headrace.gateway")
 
 BEAT_INTERVAL_S = 1.0
 LATE_S = 0.5  # a tick that comes so much later tells that this process stood still, e.g. stopped or starved
+CANCEL_AGAIN_S = 1.0  # tokens of a choice that come for longer than that were not on their way when it was cancelled
 MESSAGE_MARGIN_BYTES = 4096  # of what carries a Submit's parts on: a plan with its pages, ids
 LIVE_ENTRY_BYTES = 48  # of one (request, attempt) in a beat, rounded up
 
@@ -254,6 +255,8 @@ class Dispatch:
                 self._lose(record, update.cause, update.reason, self._clock.read(now_s))
             elif isinstance(update, Broken):
                 flight.fail_interrupted(update.reason)
+            elif isinstance(update, Unwanted):
+                self._cancel_choice(record, update.choice, now_s)
             elif record.owner.prompt is not None:
                 record.owner.prompt.logprobs += update.logprobs
             return
@@ -266,7 +269,7 @@ class Dispatch:
         flight.feed(choice, update.tokens, update.end, now_s, update.log_prob, update.logprobs)
         if choice.text.stopped_here and not update.end:
             record.choices[update.choice].closed = record.choices[update.choice].ended = True
-            self._cancel(Cancel(record.submit.request_id, record.attempt, update.choice))
+            self._cancel_choice(record, update.choice, now_s)
 
     def _on_event(self, message: AnyMessage) -> None:
         if not isinstance(message, RequestEvent):
@@ -362,8 +365,17 @@ class Dispatch:
         """Tell the scheduler how the answer to a request went, for whoever explains it. May be lost."""
         self._outbox.post(self._subjects.answered, encode(Answered(answer)))
 
+    def _cancel_choice(self, record: RequestRecord[Part], choice: int, now_s: float) -> None:
+        """End one choice of a request of which others go on. Said again if its tokens still come after a while: beats
+        do not tell of choices, so nothing else would make good a cancel that is lost.
+        """
+        stopped = record.choices[choice]
+        if stopped.cancelled_s is None or now_s - stopped.cancelled_s >= CANCEL_AGAIN_S:
+            stopped.cancelled_s = now_s
+            self._cancel(Cancel(record.submit.request_id, record.attempt, choice))
+
     def _cancel(self, cancel: Cancel) -> None:
-        """One that is lost is made good by the beats, which no longer list the request."""
+        """Of a whole request one that is lost is made good by the beats, which no longer list the request."""
         self._outbox.post(self._subjects.cancel(self.mesh.epoch), encode(cancel))
         self._metrics.cancels.inc()
 

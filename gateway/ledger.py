@@ -42,6 +42,7 @@ class ChoiceRecord:
     tokens: array.array[int] = field(default_factory=lambda: array.array("I"))
     closed: bool = False  # of no more interest: later entries are dropped
     ended: bool = False  # nobody runs it any more: there is nothing to cancel
+    cancelled_s: float | None = None  # when its cancel was sent last, if it was stopped here
     worker: str = ""  # whose tokens came last in this attempt
     early: list[tuple[str, TokenEntry]] = field(default_factory=list)  # (worker, entry) by offset, see MOST_EARLY
 
@@ -188,7 +189,14 @@ class Broken:
     reason: str
 
 
-Update = Progress | PromptPiece | Lost | Broken
+@dataclass(frozen=True, slots=True)
+class Unwanted:
+    """A choice that was stopped here goes on."""
+
+    choice: int
+
+
+Update = Progress | PromptPiece | Lost | Broken | Unwanted
 
 
 class Ledger(Generic[Owner]):
@@ -261,6 +269,8 @@ class Ledger(Generic[Owner]):
                 yield record, update
             elif entry.tokens or entry.end or not entry.prompt_logprobs:
                 self.dropped_entries += 1
+                if choice.cancelled_s is not None and not entry.end:
+                    yield record, Unwanted(entry.choice)
             while choice.early and choice.early[0][1].offset <= len(choice.tokens):  # (none after a loss)
                 choice.worker, entry = choice.early.pop(0)
                 update = _apply(record, choice, entry)

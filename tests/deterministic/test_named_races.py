@@ -144,6 +144,20 @@ def test_a_stop_string_in_one_of_n_choices(kill_at_s: float) -> None:
     assert client.outcome == "finished"
 
 
+def test_the_cancel_of_a_stopped_choice_lost() -> None:
+    """The request lives on in the beats, which name no choices: tokens that still come show that it is to be said
+    again, and no more often than it takes to be heard."""
+    mesh = SimulatedMesh(9, step_ms=25.0, num_blocks=128)
+    client = ask(mesh, max_tokens=120, n=3, stops={1: 5})
+    lost = mesh.lose_once(Cancel, lambda cancel: cancel.choice == 1)
+    cancels, batches = counted(mesh, Cancel), counted(mesh, TokenBatch)
+    mesh.run()
+    assert lost and client.outcome == "finished"
+    assert [cancel.choice for cancel in cancels] == [1, 1]
+    reached = max(entry.offset for batch in batches for entry in batch.entries if entry.choice == 1)
+    assert 5 + 0.8 / 0.025 < reached < 5 + 1.5 / 0.025
+
+
 def test_a_finished_entry_lost() -> None:
     """Nothing follows that could show the gap."""
     mesh = SimulatedMesh(10)

@@ -17,6 +17,7 @@ from gateway.ledger import (
     Progress,
     PromptPiece,
     RequestRecord,
+    Unwanted,
     Update,
 )
 from shared.messages import RequestEvent, Sampling, Submit, TokenBatch, TokenEntry, TokenLogprob, pack_tokens
@@ -49,6 +50,19 @@ def test_tokens_in_order() -> None:
     assert apply(ledger, entry(2, [3], "length", 3)) == [Progress(0, [3], "length")]
     assert record.choices[0].tokens.tolist() == [1, 2, 3]
     assert not record.open
+
+
+def test_tokens_of_a_choice_that_was_stopped_here_are_told_of_and_of_no_other() -> None:
+    ledger, record = ledger_with(n=3)
+    apply(ledger, entry(0, [1]), entry(0, [1], choice=1), entry(0, [1], "stop", 1, choice=2))
+    stopped = record.choices[0]
+    stopped.closed = stopped.ended = True
+    stopped.cancelled_s = 0.0
+    assert apply(ledger, entry(1, [2]), entry(1, [2], choice=1)) == [Unwanted(0), Progress(1, [2])]
+    assert apply(ledger, entry(2, [3], "length", 3)) == [], "there is nothing to cancel any more"
+    assert apply(ledger, entry(0, [1], choice=2)) == [], "it ended by itself"
+    record.suspend("lost", "its worker is gone", 1.0)
+    assert apply(ledger, entry(3, [4])) == [], "of an attempt that is over"
 
 
 def test_what_is_here_already_is_dropped() -> None:
