@@ -8,6 +8,7 @@ import time
 from dataclasses import dataclass
 
 from scheduler.context import LeadContext
+from scheduler.known_workers import KnownWorkers
 from scheduler.pacing import WorkerLink
 from shared.bus import BusTimeout, BusUnavailable, NoResponder
 from shared.messages import (
@@ -51,10 +52,8 @@ class Workers:
         self._context = context
         self._means = context.means
         self._greetings: dict[str, Greeting] = {}
-        self._refused: dict[str, int] = {}  # worker -> incarnation whose refusal was logged
-        self._next_steps: dict[str, tuple[int, int]] = {}  # lost worker -> (incarnation, first step it has not seen)
+        self._known = KnownWorkers()
         self._probed: set[str] = set()  # under a probe now
-        self._told: dict[str, int] = {}  # worker -> incarnation that has been sent a reset, and so knows the epoch
 
     @property
     def greeting(self) -> bool:
@@ -63,7 +62,7 @@ class Workers:
 
     def told(self, beat: WorkerBeat) -> bool:
         """Whether the worker, or the process before it, can know of this leader's epoch."""
-        return beat.incarnation <= self._told.get(beat.worker, 0)
+        return self._known.told(beat.worker, beat.incarnation)
 
     # --- presence ---------------------------------------------------------------------------------------------------
 
@@ -138,14 +137,13 @@ class Workers:
         """Ask for an empty batch and what the pages hold. No plan is made before that is told."""
         clash = self._clash(capacity)
         if clash:
-            if self._refused.get(worker) != incarnation:
-                self._refused[worker] = incarnation
+            if self._known.refuse(worker, incarnation):
                 log.error("worker %s is refused: %s", worker, clash)
             return
         now_s = time.monotonic()
         greeting = self._greetings.get(worker)
         if greeting is None or greeting.incarnation != incarnation:
-            step = self._first_step_of(worker, incarnation)
+            step = self._known.first_step(worker, incarnation)
             reset = encode(Reset(self._context.core.epoch, worker, incarnation, step))
             greeting = self._greetings[worker] = Greeting(incarnation, capacity, step, reset, now_s)
         elif now_s - greeting.sent_s < GREET_AGAIN_S:
@@ -154,7 +152,7 @@ class Workers:
         self._send_reset(worker, incarnation, greeting.reset)
 
     def _send_reset(self, worker: str, incarnation: int, reset: bytes) -> None:
-        self._told[worker] = incarnation
+        self._known.tell(worker, incarnation)
         self._means.post_step(self._means.subjects.step(worker), reset)
 
     def on_snapshot(self, snapshot: PageSnapshot) -> None:
@@ -188,13 +186,8 @@ class Workers:
         digests = (snapshot.hashes[at : at + DIGEST_BYTES] for at in range(0, len(snapshot.hashes), DIGEST_BYTES))
         return list(zip(pages, digests, strict=True))
 
-    def _first_step_of(self, worker: str, incarnation: int) -> int:
-        """A late result of a lost batch must fit no plan of the new one, and a late plan of it no step of the new."""
-        known = self._next_steps.get(worker)
-        return known[1] + 1 if known is not None and known[0] == incarnation else 1
-
     def _first_step(self, beat: WorkerBeat) -> int:
-        return max(beat.step + 1, self._first_step_of(beat.worker, beat.incarnation))
+        return max(beat.step + 1, self._known.first_step(beat.worker, beat.incarnation))
 
     def _clash(self, capacity: Capacity) -> str:
         """Why a worker cannot serve beside those of its model, or nothing: answers must not depend on the worker."""
@@ -231,7 +224,7 @@ class Workers:
         context.plans.forget(worker)
         if state is None:
             return
-        self._next_steps[worker] = (state.incarnation, state.next_step)
+        self._known.lose(worker, state.incarnation, state.next_step)
         left = state.draining and not any(state.sequences())
         self._means.recorder.worker_lost(worker)
         context.carry_out(context.core.worker_lost(worker, reason, time.monotonic_ns(), suspect and not left))
@@ -262,6 +255,8 @@ class Workers:
             elif silence_s > PROBE_AFTER_S and worker not in self._probed:
                 self._probed.add(worker)
                 self._context.spawn(self._probe(worker, link))
+        present = self._context.plans.links.keys() | self._greetings.keys()
+        self._known.trim(present, len(present))
 
     async def _probe(self, worker: str, link: WorkerLink) -> None:
         """Ask NATS whether anybody still listens where the worker's plans go."""
