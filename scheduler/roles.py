@@ -51,13 +51,23 @@ class RolePlanner:
                 groups.setdefault(worker.serves, []).append(self._member(worker))
         changed: list[tuple[str, Role]] = []
         for key, members in groups.items():
-            self._states[key], changes = advance(self._policy, self._states.get(key), members, now / 1e9)
+            self._states[key], changes = advance(
+                self._policy, self._states.get(key), members, now / 1e9, self._waiting_s(key)
+            )
             changed += changes.items()
         return changed
 
     def loads(self) -> dict[QueueKey, tuple[float, float]]:
         """By queue: workers that prompts and that decodes keep busy, of late."""
         return {key: state.loads for key, state in self._states.items()}
+
+    def _waiting_s(self, key: QueueKey) -> float:
+        """What the prompts that wait for a worker need of one, as if no cache had anything of them."""
+        paces = [worker.predictor.prompt_us(_USUAL_PROMPT) for worker in self._core.workers_of(key.model, key.pool)]
+        measured = [pace for pace in paces if pace]
+        if not measured:
+            return 0.0
+        return self._core.queues[key].prompt_tokens * sum(measured) / len(measured) / _USUAL_PROMPT / 1e6
 
     def _member(self, worker: WorkerState) -> Member:
         token_us = worker.predictor.prompt_us(_USUAL_PROMPT) / _USUAL_PROMPT

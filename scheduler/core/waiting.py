@@ -68,6 +68,7 @@ class WaitingQueue:
         self.changes = 0  # how often anything came or left
         self.left = 0  # sequences that left, with the choices that fork from them
         self.tokens = 0  # prompts and max_tokens of all choices that wait
+        self.prompt_tokens = 0  # known tokens of what waits: to be computed, or found in a cache
         self.left_tokens = 0  # those of all that left
         self._tokens_of: dict[Seniority, int] = {}  # as counted at the push: choices may be cancelled meanwhile
         self.blocked: Sequence | None = None  # the head that failed to fit, until it is admitted or leaves
@@ -92,6 +93,7 @@ class WaitingQueue:
         choices = (1 + len(sequence.children)) * (sampling.beam_width or 1)
         tokens = self._tokens_of[sequence.seniority] = sequence.prompt_len + choices * sampling.max_tokens
         self.tokens += tokens
+        self.prompt_tokens += len(sequence.tokens)
         self._fairness.queued(sequence.submit.tenant)
 
     def remove(self, sequence: Sequence) -> None:
@@ -108,6 +110,7 @@ class WaitingQueue:
         self.left += 1 + len(sequence.children)
         tokens = self._tokens_of.pop(sequence.seniority)
         self.tokens -= tokens
+        self.prompt_tokens -= len(sequence.tokens)
         self.left_tokens += tokens
         self._fairness.unqueued(sequence.submit.tenant)
         if self.blocked is sequence:
@@ -201,6 +204,7 @@ class WaitingQueue:
 
     def check(self) -> None:
         """Raise AssertionError unless what is parked agrees with who waits."""
+        assert self.prompt_tokens == sum(len(sequence.tokens) for sequence in self)
         assert self.num_parked == sum(sequence.parked for sequence in self)
         assert not (self.blocked is not None and self.blocked.parked)
         for tenants in self._classes.values():

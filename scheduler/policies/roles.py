@@ -1,12 +1,14 @@
 """Which workers compute prompts and which decode, where each does one of both: a pure function of what was seen, its
 memory passed in and out.
 
-Both kinds of load are counted in workers that they would keep busy all of the time: prompts by the time that steps
-took because of them; decodes by the share of a batch, of the KV blocks or of a step's target time that they take,
-wherever they run. What was done is counted and not what arrived: past its limits a mesh does as much as the scarcer
-kind of worker lets it, so that the two loads stand to each other as the numbers of workers should. What queues on
-either side (prompts at their workers, decodes that found no room elsewhere) comes on top, and tells of a shift before
-the other load has followed.
+Both kinds of load are counted in workers that they would keep busy all of the time. Prompts by what arrives: the time
+that steps took because of them, and what is left of them, in the queue and at workers, more than before; so a shift is
+seen at once, however few workers compute prompts. That comes by the request and is averaged. Where decode workers are
+past their limit too, only what was done counts: a mesh does as much as the scarcer kind of worker lets it, so that the
+two loads stand to each other as the numbers of workers should. Decodes by the share of a
+batch, of the KV blocks or of a step's target time that they take, wherever they run: what found no room among decode
+workers counts where its prompt was computed. That is a sum over what has come for a while, and is taken as it stands.
+What is left of prompts comes on top, up to a limit: it is to be cleared.
 
 The best number of prefill workers is the one with which the busier kind is least busy. It is taken only when that kind
 is busy at all, would be less so by a margin, and this has held for a while; then the effect is awaited. So it follows a
@@ -16,24 +18,24 @@ load that shifts, and neither noise nor its own transients.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from shared.capacity import Role
 
-MOST_BACKLOG = 0.5
-"""Of a worker: what prompts that wait at one add to its load. Where both kinds are past their limits, what was done
-tells more than what is left."""
+MOST_BACKLOG = 0.125
+"""Of all workers: what prompts that are left add to the load at most. Where both kinds are past their limits, there is
+always more of them, and it tells nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class RolePolicy:
     busy: float = 0.6  # of a kind of worker: below it nobody is moved
     gain: float = 0.15  # share of the busier kind's load that a change must take off it
-    average_s: float = 10.0  # time constant of the averages
-    hold_s: float = 5.0  # how long a change must have been better
-    every_s: float = 15.0  # least time between two changes
-    clear_s: float = 5.0  # of prompts that wait at a worker: they count as much as one that is busy
+    average_s: float = 5.0  # time constant of the average of prompts
+    hold_s: float = 2.0  # how long a change must have been better
+    every_s: float = 5.0  # least time between two changes
+    clear_s: float = 5.0  # in which the prompts that are left should be computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,26 +56,28 @@ class RolesState:
 
     at_s: float
     prompts_s: Mapping[str, float] = field(default_factory=dict)  # by worker, as of the last look
-    prompts: float = 0.0  # averages, and how much of them was seen
-    decodes: float = 0.0
+    backlog_s: float = 0.0  # of prompts, at the last look
+    prompts: float = 0.0  # the average, and how much of it was seen
     weight: float = 0.0
+    decodes: float = 0.0
     better_since_s: float = math.inf  # since when another number has been better
     changed_s: float = -math.inf
 
     @property
     def loads(self) -> tuple[float, float]:
-        """Workers that prompts and decodes keep busy, of late; zeros as long as nothing was seen."""
-        return (self.prompts / self.weight, self.decodes / self.weight) if self.weight else (0.0, 0.0)
+        """Workers that prompts would keep busy, of late, and that decodes do; zeros as long as nothing was seen."""
+        return (self.prompts / self.weight, self.decodes) if self.weight else (0.0, 0.0)
 
 
 def advance(
-    policy: RolePolicy, state: RolesState | None, members: Sequence[Member], now_s: float
+    policy: RolePolicy, state: RolesState | None, members: Sequence[Member], now_s: float, waiting_s: float = 0.0
 ) -> tuple[RolesState, dict[str, Role]]:
-    """One look, about once a second: what to remember, and the roles to change. ``state``: None at the first one.
+    """One look, about once a second: what to remember, and the roles to change. ``state``: None at the first one;
+    ``waiting_s``: of a worker's time, what the prompts need that wait for one.
 
     Among two or more there is always one of each; a single one does both.
     """
-    state = _observed(policy, state or RolesState(now_s), members, now_s)
+    state = _observed(policy, state or RolesState(now_s), members, now_s, waiting_s)
     if len(members) < 2:
         return state, {one.name: Role.MIXED for one in members if one.role is not Role.MIXED}
     prefill = sum(one.role is Role.PREFILL for one in members)
@@ -103,24 +107,36 @@ def _busier(prompts: float, decodes: float, prefill: int, workers: int) -> float
     return max(prompts / prefill, decodes / (workers - prefill))
 
 
-def _observed(policy: RolePolicy, state: RolesState, members: Iterable[Member], now_s: float) -> RolesState:
+def _observed(
+    policy: RolePolicy, state: RolesState, members: Sequence[Member], now_s: float, waiting_s: float
+) -> RolesState:  # fmt: skip
     elapsed_s = now_s - state.at_s
     done = {one.name: one.prompts_s for one in members}
     if elapsed_s <= 0:
-        return replace(state, prompts_s=done)
+        return replace(state, prompts_s=done, backlog_s=waiting_s + sum(one.backlog_s for one in members))
     # A worker that was not there at the last look, or has begun again, counts from the next one on.
     took_s = sum(max(0.0, at - state.prompts_s.get(name, at)) for name, at in done.items())
-    prompts = took_s / elapsed_s + sum(min(MOST_BACKLOG, one.backlog_s / policy.clear_s) for one in members)
+    backlog_s = waiting_s + sum(one.backlog_s for one in members)
     decodes = sum(one.decodes for one in members)
+    more_s = backlog_s - state.backlog_s  # what has arrived and was not done
+    if more_s > 0:
+        more_s *= _unsaturated(decodes, sum(one.role is not Role.PREFILL for one in members))
+    prompts = max(0.0, took_s + more_s) / elapsed_s + min(MOST_BACKLOG * len(members), backlog_s / policy.clear_s)
     kept = math.exp(-elapsed_s / policy.average_s)
     return replace(
         state,
         at_s=now_s,
         prompts_s=done,
+        backlog_s=backlog_s,
         prompts=state.prompts * kept + prompts * (1 - kept),
-        decodes=state.decodes * kept + decodes * (1 - kept),
         weight=state.weight * kept + 1 - kept,
+        decodes=decodes,
     )  # fmt: skip
+
+
+def _unsaturated(decodes: float, workers: int) -> float:
+    """How far decode workers are from their limit: 1 up to half of it, 0 from there on."""
+    return min(1.0, max(0.0, 2 - 2 * decodes / max(1, workers)))
 
 
 def _changes(members: Sequence[Member], prefill: int) -> dict[str, Role]:

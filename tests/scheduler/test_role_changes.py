@@ -90,6 +90,19 @@ def test_what_is_seen_of_a_worker() -> None:
     assert decodes == worker.pool.num_used / 32 > 2 / 4
 
 
+def test_prompts_that_wait_in_the_queue_count() -> None:
+    """At the pace at which prompts were computed here; as long as none was, nothing is known of them."""
+    box = Box(Limits(max_num_seqs=1, max_num_batched_tokens=16), num_blocks=32)
+    planner, key = RolePlanner(box.core, POLICY), box.core.workers["w0"].serves
+    for index in range(3):
+        box.submit(request(f"r{index}", prompt_len=40, max_tokens=20))
+    assert planner._waiting_s(key) == 0
+    while box.core.queues[key].prompt_tokens > 80 or not planner._waiting_s(key):
+        box.step()
+    pace_us = box.core.workers["w0"].predictor.prompt_us(512) / 512
+    assert planner._waiting_s(key) == pytest.approx(80 * pace_us / 1e6)
+
+
 def test_steps_longer_than_the_target_are_more_than_one_workers_work() -> None:
     core = SchedulerCore(Limits(max_num_seqs=64, max_num_batched_tokens=64, target_itl_ns=10_000_000))
     core.worker_up("w0", 1, capacity(num_blocks=1000, role=Role.DECODE), 0)

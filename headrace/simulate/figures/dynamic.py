@@ -19,7 +19,7 @@ _PHASES = ((4000, 50, 28.0), (200, 350, 170.0), (4000, 50, 28.0))
 
 _PHASE_S = 14.0
 _PREFILL = (4, 8, 12)  # workers for prompts, of the fixed ratios
-_POLICY = RolePolicy(average_s=3.0, hold_s=1.0, every_s=4.0)
+_POLICY = RolePolicy(average_s=3.0, hold_s=0.0, every_s=2.0)
 """Quicker than the default, as the phases are shorter than any day's."""
 
 _WHY = (

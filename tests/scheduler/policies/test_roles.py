@@ -6,7 +6,7 @@ import itertools
 import math
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import given, settings
@@ -68,7 +68,8 @@ class Mesh:
             )
             for index, role in enumerate(self.roles)
         ]  # fmt: skip
-        self.state, changes = advance(self.policy, self.state, members, now)
+        waiting_s = max(0.0, self.backlog_s - 6.0 * prefill)  # more than their workers have taken
+        self.state, changes = advance(self.policy, self.state, members, now, waiting_s)
         for name, role in changes.items():
             self.roles[int(name[1:])] = role
         return changes
@@ -115,6 +116,13 @@ def test_a_load_that_shifts_is_followed_within_a_minute_and_a_half_and_then_noth
     assert 9 <= mesh.history[-1] <= 12
     assert len(set(mesh.history[600:])) == 1, "no change any more"
     assert mesh.backlog_s < 10
+
+
+def test_a_shift_is_seen_however_few_workers_compute_prompts() -> None:
+    """Two cannot do more than two workers' work: what they leave tells how many there should be, at once."""
+    mesh = Mesh(lambda now: (1.5, 9.0) if now < 100 else (11.0, 3.0), split(2, 14), decoding=9.0).run(200)
+    assert mesh.history[99] <= 3
+    assert max(mesh.history[100:115]) >= 10
 
 
 def test_the_way_back_is_found_too() -> None:
@@ -167,7 +175,10 @@ def test_a_kind_that_is_lost_is_replaced_at_once(left: Role) -> None:
 
 def test_those_with_the_least_to_hand_over_change() -> None:
     def after(loads: tuple[float, float], members: list[Member]) -> dict[str, Role]:
-        state = RolesState(9.0, {}, *loads, 1.0, better_since_s=0.0)
+        prompts, decodes = loads
+        left_s = sum(one.backlog_s for one in members)
+        members[-1] = replace(members[-1], decodes=decodes)
+        state = RolesState(9.0, {}, left_s, prompts, 1.0, better_since_s=0.0)
         return advance(POLICY, state, members, 10)[1]
 
     decoding = [member("p", Role.PREFILL)] + [member(f"d{left}", Role.DECODE, sequences=left) for left in (7, 3, 5)]
