@@ -138,6 +138,7 @@ class SchedulerCore(MovingState):
         self.counters.submitted += 1
         self._created += len(sequences)
         if sequences:
+            self._live_of.setdefault(submit.gateway, {})[submit.request_id] = None
             if self.fairness.starts_level(submit.tenant):
                 self._settle_service()  # with the others as they stand now
             self.fairness.arrive(submit.tenant, len(sequences), submit.tenant_weight)
@@ -177,12 +178,9 @@ class SchedulerCore(MovingState):
         """Cancel what ``gateway`` no longer knows: requests submitted before ``before_ns`` that ``live`` lacks."""
         known = set(live)
         orphans = [
-            (request_id, request.attempt)
-            for request_id, request in self._requests.items()
-            if request.live
-            and request_id not in known
-            and request.sequences[0].submit.gateway == gateway
-            and request.sequences[0].submitted_ns < before_ns
+            (request_id, self._requests[request_id].attempt)
+            for request_id in self._live_of.get(gateway, ())
+            if request_id not in known and self._requests[request_id].sequences[0].submitted_ns < before_ns
         ]
         return [event for request_id, attempt in orphans for event in self.cancel(request_id, attempt, -1, now)]
 

@@ -66,6 +66,7 @@ class CoreState:
         self._rules = PoolRules.parse(limits.pools, limits.pool_overflow, limits.pool_lend)
         self._queues: dict[QueueKey, QueueState] = {}
         self._requests: dict[str, RequestState] = {}
+        self._live_of: dict[str, dict[str, None]] = {}  # gateway -> its requests with a live sequence
         self._ended: deque[tuple[int, str]] = deque()  # (when, request) of those without a live sequence, in order
         self._whole: deque[tuple[int, str]] = deque()  # those of them that still hold their tokens
         self._unsettled: dict[str, None] = {}  # workers of which results came since tenants' counters were up to date
@@ -143,7 +144,7 @@ class CoreState:
         return list(request.sequences) if request is not None else []
 
     def live_requests(self) -> list[str]:
-        return [request_id for request_id, request in self._requests.items() if request.live]
+        return [request_id for requests in self._live_of.values() for request_id in requests]
 
     def knows(self, request_id: str, attempt: int) -> bool:
         """True if the request is live here in this attempt: somebody is going to end it."""
@@ -190,6 +191,10 @@ class CoreState:
                 assert not sequence.parked or state.fleet.left_to(sequence) is not None
             assert {name for name, one in state.workers.items() if one.rests} == set(self._resting.get(key, ()))
         assert waiting == self.num_waiting
+        live = {one for one, request in self._requests.items() if request.live}
+        assert live == set(self.live_requests()) and len(live) == len(self.live_requests())
+        for gateway, requests in self._live_of.items():
+            assert all(self._requests[one].sequences[0].submit.gateway == gateway for one in requests)
 
     def _settle_service(self) -> None:
         """Bring the tenants' counters up to date. Output is charged when somebody looks, not token by token."""
@@ -301,6 +306,10 @@ class CoreState:
         request.live -= 1
         if request.live == 0:
             request.ended_ns = now
+            gateway = sequence.submit.gateway
+            self._live_of[gateway].pop(sequence.request_id)
+            if not self._live_of[gateway]:
+                del self._live_of[gateway]
             self._ended.append((now, sequence.request_id))
             self._whole.append((now, sequence.request_id))
 
