@@ -297,7 +297,7 @@ class SchedulerCore(MovingState):
         first: dict[str, None] = {}
         woken: set[QueueKey] = set()  # whose resting workers may all have something to plan
         for key, state in self._queues.items():
-            if not state.queue or key not in self._resting:
+            if not (state.queue and self._num_resting.get(key)):
                 continue
             queue = state.queue
             window = list(islice(queue.order(now), self.limits.backfill_window + 1))
@@ -309,13 +309,15 @@ class SchedulerCore(MovingState):
         for key, state in self._queues.items():
             if state.queue and not state.fleet.has_room:
                 woken.update(QueueKey(key.model, lender) for lender in self._rules.lenders_to(key.pool))
-        asleep = [names for key, names in self._resting.items() if key not in woken]
-        rest = asleep[0].keys() if len(asleep) == 1 else {name for names in asleep for name in names}
-        asked = []
-        if first:
-            known = set(names)
-            asked = [name for name in first if name in known]
-        return asked + [name for name in names if name not in first and name not in rest]
+        resting = self._resting
+        if woken:
+            rest = [name for name in names if name not in resting or resting[name] in woken]
+        else:
+            rest = [name for name in names if name not in resting]
+        if not first:
+            return rest
+        known = set(names)
+        return [name for name in first if name in known] + [name for name in rest if name not in first]
 
     def wake_at(self, worker_name: str, now: int) -> int | None:
         """When ``plan`` should be asked again although no input comes (the dynamic policy's window), or None."""

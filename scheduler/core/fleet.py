@@ -119,6 +119,7 @@ class Fleet:
         self._unmeasured: dict[str, None] = {}  # of those in ``loads``
         self._capacities: list[Capacity] | None = None
         self._left: dict[str, tuple[int, list[CoreSequence]]] = {}  # worker -> (its next step, what is left to it)
+        self._waited_for: dict[str, None] = {}  # of those, for which something was parked
 
     def __len__(self) -> int:
         return len(self.workers)
@@ -191,14 +192,22 @@ class Fleet:
         load.give(sequence)
         self._enter(load, self._speeds.get(name))
 
+    def park(self, sequence: CoreSequence, until_ns: int) -> None:
+        """Nobody but the worker to whom it is left is shown the sequence, for so long at most."""
+        sequence.home.park(sequence, until_ns)
+        self._waited_for[sequence.left_to] = None
+
     def waited_for(self) -> list[str]:
         """Workers for which something is parked."""
-        return [name for name, (_, left) in self._left.items() if any(sequence.parked for sequence in left)]
+        for name in [name for name in self._waited_for if not any(one.parked for one in self._left[name][1])]:
+            del self._waited_for[name]  # nobody waits for it any more
+        return list(self._waited_for)
 
     def show(self, name: str) -> None:
         """Nothing that is left to the worker is parked: it looks itself, or takes no newcomers."""
-        for sequence in self._left.get(name, (0, []))[1]:
-            sequence.home.unpark(sequence)
+        if self._waited_for.pop(name, self) is None:
+            for sequence in self._left[name][1]:
+                sequence.home.unpark(sequence)
 
     def likely(self, chain: list[bytes], number: int) -> dict[str, None]:
         """Of many workers, some among which the best for a sequence with this ``chain`` is likely to be. ``number``
@@ -221,6 +230,7 @@ class Fleet:
         assert self.loads.keys() <= self.workers.keys() and set(self.names) <= self.workers.keys()
         for name, (step, left) in self._left.items():
             parked = any(sequence.parked and sequence.left_to == name for sequence in left)
+            assert not parked or name in self._waited_for
             assert not parked or (self.loads[name].worker.next_step == step and len(self.workers) > 1)
         assert self.rows == sum(load.rows - load.given for load in self.loads.values())
         assert (self.holders is not None) == (len(self.workers) > COMPARED)

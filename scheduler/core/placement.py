@@ -117,7 +117,7 @@ class Placing:
         """After the look, until the one to whom the sequence is left has planned, or nobody waits for it any more."""
         left_to = self._fleet.left_to(sequence)
         if left_to is not None:
-            sequence.home.park(sequence, left_until(sequence, left_to))
+            self._fleet.park(sequence, left_until(sequence, left_to))
 
     def first_asked(self, queue: Iterable[CoreSequence], now: int) -> tuple[list[str], bool]:
         """(workers that the sequences should go to, whether others may have something to plan too)."""

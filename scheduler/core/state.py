@@ -62,7 +62,8 @@ class CoreState:
         self.epoch = epoch
         self.counters = Counters()
         self.workers: dict[str, WorkerState] = {}
-        self._resting: dict[QueueKey, dict[str, None]] = {}  # of the workers, those that rest
+        self._resting: dict[str, QueueKey] = {}  # of the workers, those that rest
+        self._num_resting: dict[QueueKey, int] = {}
         self._rules = PoolRules.parse(limits.pools, limits.pool_overflow, limits.pool_lend)
         self._queues: dict[QueueKey, QueueState] = {}
         self._requests: dict[str, RequestState] = {}
@@ -189,7 +190,9 @@ class CoreState:
             state.queue.check()
             for sequence in state.queue:
                 assert not sequence.parked or state.fleet.left_to(sequence) is not None
-            assert {name for name, one in state.workers.items() if one.rests} == set(self._resting.get(key, ()))
+            resting = {name for name, one in state.workers.items() if one.rests}
+            assert resting == {name for name, other in self._resting.items() if other == key}
+            assert len(resting) == self._num_resting.get(key, 0)
         assert waiting == self.num_waiting
         live = {one for one, request in self._requests.items() if request.live}
         assert live == set(self.live_requests()) and len(live) == len(self.live_requests())
@@ -252,13 +255,14 @@ class CoreState:
 
     def _rests(self, worker: WorkerState, yes: bool) -> None:
         """Whether the worker is there and rests."""
-        key = worker.serves
+        name, key = worker.name, worker.serves
+        if yes == (name in self._resting):
+            return
         if yes:
-            self._resting.setdefault(key, {})[worker.name] = None
-        elif key in self._resting:
-            self._resting[key].pop(worker.name, None)
-            if not self._resting[key]:
-                del self._resting[key]
+            self._resting[name] = key
+        else:
+            del self._resting[name]
+        self._num_resting[key] = self._num_resting.get(key, 0) + (1 if yes else -1)
 
     def _leave(self, sequence: Sequence) -> None:
         """Take a live sequence out of wherever it is; a slot it has is dropped by the next plan."""
