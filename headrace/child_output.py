@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 
-NAME_WIDTH = 10
+NAME_WIDTH = 12
 
 PLAINTEXT_PASSWORDS = "Plaintext passwords detected"
 """A warning of NATS about its configuration. That of the embedded server has passwords that are random, made for one

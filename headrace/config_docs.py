@@ -21,7 +21,8 @@ An option can be given in four ways; a later one wins over an earlier one:
 4. a flag, e.g. `--max-num-seqs 16`. Switches have a `--no-` form.
 
 An unknown key, table, flag or (for `headrace up`) `HEADRACE_*` variable is an error. `headrace up` takes every option
-of every service, and gives each to all services that have it; it also takes `--workers N`.
+of every service, and gives each to all services that have it; it also takes `--workers N` and
+`--schedulers N`.
 
 ```toml
 [mesh]

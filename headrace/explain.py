@@ -37,8 +37,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="list the N slowest requests instead (10 without a number)",
     )  # fmt: skip
     made.add_argument(
-        "--scheduler", default=os.environ.get(SCHEDULER_ENV) or DEFAULT_SCHEDULER, metavar="URL",
-        help=f"the scheduler's internal listener (default: ${SCHEDULER_ENV}, or {DEFAULT_SCHEDULER})",
+        "--scheduler", default=os.environ.get(SCHEDULER_ENV) or DEFAULT_SCHEDULER, metavar="URL[,URL...]",
+        help="the scheduler's internal listener; of several, the one that leads is asked, then those that stand by "
+        f"(default: ${SCHEDULER_ENV}, or {DEFAULT_SCHEDULER})",
     )  # fmt: skip
     made.add_argument("--full", action="store_true", help="show each interval, however many; else they are folded")
     made.add_argument("--json", action="store_true", help="print JSON")
@@ -49,13 +50,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         made.error("--slowest: N is at least 1")
     if not args.request and args.slowest is None:
         made.error("give the id of a request, or --slowest N")
-    base = args.scheduler.rstrip("/")
-    if not base.startswith(("http://", "https://")):
-        made.error(f"--scheduler: {base!r} is no http URL")
-    print(f"headrace explain: {_who(made, base)}", file=sys.stderr)
+    bases = [one.strip().rstrip("/") for one in args.scheduler.split(",") if one.strip()]
+    for base in bases or [args.scheduler]:
+        if not base.startswith(("http://", "https://")):
+            made.error(f"--scheduler: {base!r} is no http URL")
     path = f"/debug/requests/{urllib.parse.quote(args.request, safe='')}" if args.request else "/debug/requests"
     query = urllib.parse.urlencode({"format": "json"} | ({"slowest": args.slowest} if args.slowest else {}))
-    found = _fetch(made, f"{base}{path}?{query}", args.request)
+    found = _asked(made, bases, f"{path}?{query}", args.request)
     if args.json:
         print(json.dumps(found, indent=2))
     elif args.request:
@@ -70,34 +71,73 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _who(parser: Parser, base: str) -> str:
-    """Which scheduler answers: several meshes may run on one machine."""
-    about = _fetch(parser, f"{base}/debug/scheduler", "")
+class _NoAnswer(Exception):
+    """One line that says why a scheduler's listener does not answer as one."""
+
+
+class _Unknown(Exception):
+    """The scheduler does not know the request; it says what that may mean."""
+
+
+def _asked(parser: Parser, bases: Sequence[str], path: str, request_id: str) -> Any:
+    """What a scheduler at one of ``bases`` says: the one that leads if it knows the request, else another one."""
+    there: list[tuple[bool, str, str]] = []
+    troubles: list[str] = []
+    for base in bases:
+        try:
+            leads, who = _who(base)
+        except _NoAnswer as error:
+            troubles.append(str(error))
+        else:
+            there.append((not leads, base, who))
+    if not there:
+        parser.error(troubles[0])
+    unknown = ""
+    for _, base, who in sorted(there, key=lambda one: one[0]):
+        try:
+            found = _fetch(f"{base}{path}")
+        except _NoAnswer as error:
+            parser.error(str(error))
+        except _Unknown as error:
+            unknown = unknown or str(error) or f"no request {request_id!r} is known"
+        else:
+            print(f"headrace explain: {who}", file=sys.stderr)
+            return found
+    print(f"headrace explain: {', '.join(who for *_, who in there)}", file=sys.stderr)
+    print(f"headrace explain: {unknown} (see --slowest)", file=sys.stderr)
+    raise SystemExit(1)
+
+
+def _who(base: str) -> tuple[bool, str]:
+    """Whether a scheduler leads, and which one it is: several meshes may run on one machine."""
+    try:
+        about = _fetch(f"{base}/debug/scheduler")
+    except _Unknown:
+        about = None
     if not isinstance(about, dict) or not {"scheduler", "mesh"} <= about.keys():
-        parser.error(f"{base} is no scheduler's internal listener (see --scheduler)")
-    return f"scheduler {about['scheduler']} of mesh {about['mesh']} at {base}"
+        raise _NoAnswer(f"no scheduler, but something else answers at {base} (see --scheduler)")
+    return bool(about.get("leads")), f"scheduler {about['scheduler']} of mesh {about['mesh']} at {base}"
 
 
-def _fetch(parser: Parser, url: str, request_id: str) -> Any:
+def _fetch(url: str) -> Any:
     try:
         with urllib.request.urlopen(url, timeout=TIMEOUT_S) as answer:
             return json.load(answer)
     except urllib.error.HTTPError as error:
         with error:
             body = error.read()
-        if error.code == 404 and request_id:
+        if error.code == 404:
             try:
-                why = json.loads(body)["error"]
+                why = str(json.loads(body)["error"])
             except (ValueError, KeyError, TypeError):
-                why = f"no request {request_id!r} is known"
-            print(f"headrace explain: {why} (see --slowest)", file=sys.stderr)
-            raise SystemExit(1) from None
+                why = ""
+            raise _Unknown(why) from None
         if error.code < 500:
-            parser.error(f"no scheduler, but something else answers at {url}: {error} (see --scheduler)")
-        parser.error(f"{url}: {error}")
+            raise _NoAnswer(f"no scheduler, but something else answers at {url}: {error} (see --scheduler)") from None
+        raise _NoAnswer(f"{url}: {error}") from None
     except (http.client.HTTPException, OSError, ValueError) as error:
         reason = getattr(error, "reason", error)
-        parser.error(f"no scheduler answers at {url}: {reason} (see --scheduler)")
+        raise _NoAnswer(f"no scheduler answers at {url}: {reason} (see --scheduler)") from None
 
 
 def _intervals(found: dict[str, Any]) -> list[Interval]:

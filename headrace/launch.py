@@ -47,14 +47,16 @@ class Mesh:
     nats_url: str
     nats_token: str
     nats_passwords: Mapping[str, str] = dataclasses.field(default_factory=dict)  # of the embedded server, by service
-    scheduler_id: str = ""  # a lasting name: a scheduler that is started again is known for the one that was lost
+    # A lasting name, numbered where there are several: one that is started again is known for the one that was lost.
+    scheduler_id: str = ""
 
 
 def with_ports(settings: UpSettings, sockets: Sockets) -> UpSettings:
     """``settings`` with every port bound in ``sockets``, and port 0 made a real one.
 
     Raises ConfigError naming a port that was asked for and is taken. A *default* metrics port that is taken gives way
-    to a free one, so that a second mesh needs no more than another ``--port``.
+    to a free one, so that a second mesh needs no more than another ``--port``. Of several schedulers the first has
+    the port that was asked for.
     """
     services = dict(settings.services)
     gateway: Any = services["gateway"]
@@ -63,9 +65,10 @@ def with_ports(settings: UpSettings, sockets: Sockets) -> UpSettings:
     services["gateway"] = dataclasses.replace(gateway, port=port)
     for name in services:
         config: Any = services[name]
-        for child in worker_names(settings) if name == "worker" else [name]:
+        children = children_of(name, settings)
+        for child in children:
             asked = config.metrics_port
-            if asked in taken or (name == "worker" and settings.workers > 1):
+            if asked in taken or (name == "worker" and settings.workers > 1) or child != children[0]:
                 asked = 0
             flag = "--metrics-port" if asked else "--metrics-host"
             try:
@@ -75,12 +78,14 @@ def with_ports(settings: UpSettings, sockets: Sockets) -> UpSettings:
                     raise
                 port = sockets.listen(child, METRICS, config.metrics_host, 0, "--metrics-host")
             taken.add(port)
-        services[name] = dataclasses.replace(config, metrics_port=port)
+        services[name] = dataclasses.replace(config, metrics_port=sockets.metrics_port(children[0]))
     return dataclasses.replace(settings, services=services)
 
 
-def worker_names(settings: UpSettings) -> list[str]:
-    return ["worker"] if settings.workers == 1 else [f"worker-{index}" for index in range(settings.workers)]
+def children_of(service: str, settings: UpSettings) -> list[str]:
+    """The names of a service's processes."""
+    count = {"worker": settings.workers, "scheduler": settings.schedulers}.get(service, 1)
+    return [service] if count == 1 else [f"{service}-{index}" for index in range(count)]
 
 
 def with_api_key(settings: UpSettings) -> UpSettings:
@@ -119,17 +124,19 @@ def child_specs(
 
     model: dict[str, Any] = {"model": mesh.model_folder, "served_model_name": mesh.served_model_name}
     gateway: Any = dataclasses.replace(settings.services["gateway"], **decided("gateway"), **model)
-    scheduler: Any = dataclasses.replace(settings.services["scheduler"], **decided("scheduler"))
-    if scheduler_id := scheduler.scheduler_id or mesh.scheduler_id:
-        if "scheduler" in others:
-            scheduler_id += OTHER_NAME
-        scheduler = dataclasses.replace(scheduler, scheduler_id=scheduler_id)
-    specs = [
-        spec("scheduler", "scheduler", scheduler, MESH_STAGE, MESH_GRACE_S),
-        spec("gateway", "gateway", gateway, GATEWAY_STAGE, gateway.drain_grace_s + MESH_GRACE_S),
-    ]
+    specs = []
+    for index, name in enumerate(children_of("scheduler", settings)):
+        scheduler: Any = dataclasses.replace(settings.services["scheduler"], **decided("scheduler"))
+        number = f"-{index}" if settings.schedulers > 1 else ""
+        if scheduler_id := scheduler.scheduler_id or mesh.scheduler_id:
+            scheduler_id += number + (OTHER_NAME if name in others else "")
+            scheduler = dataclasses.replace(scheduler, scheduler_id=scheduler_id)
+        if scheduler.record:  # one that stands by writes a file too, which must not be another's
+            scheduler = dataclasses.replace(scheduler, record=scheduler.record + number)
+        specs.append(spec(name, "scheduler", scheduler, MESH_STAGE, MESH_GRACE_S))
+    specs.append(spec("gateway", "gateway", gateway, GATEWAY_STAGE, gateway.drain_grace_s + MESH_GRACE_S))
     gpus = shares(settings.services["worker"], settings.workers, environ)
-    for index, name in enumerate(worker_names(settings)):
+    for index, name in enumerate(children_of("worker", settings)):
         worker: Any = dataclasses.replace(settings.services["worker"], **decided("worker"), **model)
         if worker.simulate:
             worker = dataclasses.replace(worker, simulate_vocab_size=_vocab_size(worker))

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Iterator
 from typing import Any
 
 from headrace.control import KINDS, Wish
-from headrace.launch import MESH_GRACE_S, Mesh, child_specs, worker_names
+from headrace.launch import MESH_GRACE_S, Mesh, child_specs, children_of
 from headrace.nats_server import NatsServer, NatsServerError
 from headrace.readiness import NotServing
 from headrace.settings import UpSettings
@@ -48,13 +48,13 @@ class Rolling:
     async def restart(self, wish: Wish) -> bool:
         """True once all that is wished for has been restarted; else ``wish.say`` has heard why not."""
         loop = asyncio.get_running_loop()
-        for name in self._names(wish):
+        for kind, name in self._processes(wish):
             if wish.given_up.is_set():
                 return False
             began = loop.time()
             wish.say(f"{name}: restarting")
             try:
-                how = await self._one(name, wish)
+                how = await self._one(kind, name, wish)
                 async with asyncio.timeout(WELL_AGAIN_S):
                     await self._serving()
             except (ReplacementFailed, NatsServerError) as error:
@@ -66,21 +66,28 @@ class Rolling:
             wish.say(f"{name}: {how} in {loop.time() - began:.1f} s")
         return True
 
-    def _names(self, wish: Wish) -> list[str]:
-        names = {"nats": ["nats"], "scheduler": ["scheduler"], "gateway": ["gateway"]}
-        names["worker"] = worker_names(self._settings)
-        if "nats" in wish.kinds and self._server is None:
-            wish.say("nats: not restarted; it was not started by headrace up")
-            names["nats"] = []
-        return [name for kind in KINDS if kind in wish.kinds for name in names[kind]]
+    def _processes(self, wish: Wish) -> Iterator[tuple[str, str]]:
+        """(kind, name), one after the other. Who leads is restarted behind those that stand by, so that the lease
+        changes hands once: asked when it is their turn."""
+        for kind in KINDS:
+            if kind not in wish.kinds:
+                continue
+            if kind == "nats" and self._server is None:
+                wish.say("nats: not restarted; it was not started by headrace up")
+                continue
+            names = children_of(kind, self._settings)
+            if kind == "scheduler":
+                names.sort(key=lambda name: self._supervisor.status(name) == LEADS)
+            for name in names:
+                yield kind, name
 
-    async def _one(self, name: str, wish: Wish) -> str:
-        if name == "nats":
+    async def _one(self, kind: str, name: str, wish: Wish) -> str:
+        if kind == "nats":
             return await self._nats()
-        if name == "gateway":
+        if kind == "gateway":
             return await self._gateway(wish)
-        if name == "scheduler":
-            return await self._scheduler(wish)
+        if kind == "scheduler":
+            return await self._scheduler(name, wish)
         return await self._worker(name, wish)
 
     async def _nats(self) -> str:
@@ -90,10 +97,10 @@ class Rolling:
         await asyncio.to_thread(self._server.wait_ready, lambda: True)
         return "restarted"
 
-    async def _scheduler(self, wish: Wish) -> str:
-        retire = await self._replacement("scheduler", (STANDS_BY, LEADS), wish)
+    async def _scheduler(self, name: str, wish: Wish) -> str:
+        retire = await self._replacement(name, (STANDS_BY, LEADS), wish)
         await retire(signal.SIGTERM, MESH_GRACE_S)
-        await self._supervisor.until("scheduler", (LEADS,), TAKES_OVER_S)
+        await self._supervisor.until_some(children_of("scheduler", self._settings), (LEADS,), TAKES_OVER_S)
         return "replaced"
 
     async def _worker(self, name: str, wish: Wish) -> str:

@@ -25,7 +25,7 @@ SCHEDULER_ENV = "HEADRACE_SCHEDULER"
 LOCAL_FILE = Path("headrace.toml")
 """Read by ``up`` where it is run, unless a file is named."""
 
-MOST_WORKERS = 64
+MOST_WORKERS, MOST_SCHEDULERS = 64, 8
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,7 @@ class UpSettings:
 
     services: dict[str, MeshConfig]
     workers: int
+    schedulers: int  # one leads, the others stand by
     model: str  # as given: "default", a folder or a Hugging Face id
     served_model_name: str  # as given; empty: made from the model
     own_nats: bool  # no server was named: run one
@@ -49,6 +50,10 @@ def up_parser(prog: str = "headrace up") -> Parser:
     parser.add_argument(
         "--workers", default="1", metavar="N", help=f"worker processes, 1 to {MOST_WORKERS} (default: 1)"
     )
+    parser.add_argument(
+        "--schedulers", default="1", metavar="N",
+        help=f"scheduler processes, 1 to {MOST_SCHEDULERS}: one leads, the others stand by (default: 1)",
+    )  # fmt: skip
     seen: set[str] = set()
     for name, declaration in declarations().items():
         add_flags(parser.add_argument_group(f"{name} options"), declaration, skip=seen)  # type: ignore[arg-type]
@@ -81,7 +86,8 @@ def _settings(args: argparse.Namespace, environ: Mapping[str, str]) -> UpSetting
     }
     return UpSettings(
         services=services,
-        workers=_workers(args.workers),
+        workers=_count("--workers", args.workers, MOST_WORKERS),
+        schedulers=_count("--schedulers", args.schedulers, MOST_SCHEDULERS),
         model=_agreed("model", services) or "default",
         served_model_name=_agreed("served_model_name", services),
         own_nats=not _names_nats(flags, file, environ),
@@ -89,9 +95,9 @@ def _settings(args: argparse.Namespace, environ: Mapping[str, str]) -> UpSetting
     )
 
 
-def _workers(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= MOST_WORKERS:
-        raise ValueError(f"--workers: {text!r} must be a number from 1 to {MOST_WORKERS}")
+def _count(flag: str, text: str, most: int) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= most:
+        raise ValueError(f"{flag}: {text!r} must be a number from 1 to {most}")
     return int(text)
 
 

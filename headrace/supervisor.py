@@ -128,6 +128,11 @@ class Supervisor:
         process = self._children[name].process
         return process.pid if process is not None and process.returncode is None else None
 
+    def status(self, name: str) -> str:
+        """The latest that child ``name`` has told of itself, or nothing."""
+        pid = self.pid(name)
+        return self._notices.told(pid) if pid is not None and self._notices is not None else ""
+
     async def replace(
         self, spec: ChildSpec, told: Collection[str], wanted: Callable[[], bool], within_s: float
     ) -> Callable[[int, float], Awaitable[None]]:
@@ -160,6 +165,18 @@ class Supervisor:
     async def until(self, name: str, told: Collection[str], within_s: float) -> None:
         """Return once child ``name`` tells one of ``told``. Raises :class:`ReplacementFailed` if it does not."""
         await self._until(self._children[name], told, lambda: True, within_s)
+
+    async def until_some(self, names: Collection[str], told: Collection[str], within_s: float) -> None:
+        """Return once some child of ``names`` tells one of ``told``; those that crash meanwhile are started again.
+        Raises :class:`ReplacementFailed` if none does.
+        """
+        deadline = asyncio.get_running_loop().time() + within_s
+        while not any(self.status(name) in told for name in names):
+            if self._stopping.is_set():
+                raise ReplacementFailed("everything is being stopped")
+            if asyncio.get_running_loop().time() >= deadline:
+                raise ReplacementFailed(f"nobody told within {within_s:g} s that it {' or '.join(told)}")
+            await asyncio.sleep(POLL_S)
 
     async def stop(self) -> None:
         """Stop every child, stage after stage: SIGTERM, and SIGKILL once its grace is over."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from headrace.child_output import show
 from headrace.control import ControlServer
-from headrace.launch import NATS_STAGE, Mesh, child_specs, with_api_key, with_ports
+from headrace.launch import NATS_STAGE, Mesh, child_specs, children_of, with_api_key, with_ports
 from headrace.models import ModelError, resolve_model
 from headrace.nats_server import FOLDER_PREFIX, NatsServer, NatsServerError
 from headrace.notices import Notices
@@ -25,6 +25,7 @@ from headrace.supervisor import CANNOT_START, ChildSpec, Supervisor
 from headrace.up_checks import check
 from shared.config import ConfigError
 from shared.ids import new_process_id
+from shared.supervision import LEADS
 
 OK, FAULT, INTERRUPTED = 0, 1, 130
 
@@ -139,9 +140,15 @@ class _Up:
         print(f"\n{model} is served at {url}\n", flush=True)
         line = curl_line(url, model, has_chat_template(Path(self._folder)), bool(gateway.api_key), gateway.tls_cert)
         print(f"  {line}\n", flush=True)
-        scheduler: Any = settings.services["scheduler"]
-        print("\n".join(look_inside(base_url(scheduler.metrics_host, scheduler.metrics_port))), flush=True)
+        print("\n".join(look_inside(*self._listeners())), flush=True)
         print("Ctrl-C stops everything.", flush=True)
+
+    def _listeners(self) -> list[str]:
+        """URLs of the schedulers' internal listeners; that of the one that leads comes first."""
+        scheduler: Any = self._settings.services["scheduler"]
+        names = children_of("scheduler", self._settings)
+        names.sort(key=lambda name: self.supervisor.status(name) != LEADS)
+        return [base_url(scheduler.metrics_host, self._sockets.metrics_port(name)) for name in names]
 
     async def stop(self) -> None:
         if self._control is not None:
@@ -171,10 +178,14 @@ class _Up:
         self._control = control
 
 
-def look_inside(scheduler: str) -> list[str]:
-    """Where the dashboard is, and how to ask why; ``scheduler`` is the URL of its internal listener."""
-    where = "" if scheduler == DEFAULT_SCHEDULER else f" --scheduler {scheduler}"
-    return [f"Dashboard: {scheduler}/dashboard", f"Why a request took its time: headrace explain ID{where}"]
+def look_inside(leader: str, *standbys: str) -> list[str]:
+    """Where the dashboard is, and how to ask why; URLs of the schedulers' internal listeners."""
+    urls = [leader, *standbys]
+    where = "" if urls == [DEFAULT_SCHEDULER] else f" --scheduler {','.join(urls)}"
+    lines = [f"Dashboard: {leader}/dashboard"]
+    if standbys:
+        lines.append(f"Once another scheduler leads it is there: {' '.join(f'{url}/dashboard' for url in standbys)}")
+    return [*lines, f"Why a request took its time: headrace explain ID{where}"]
 
 
 async def _unless(work: Coroutine[Any, Any, None], *events: asyncio.Event) -> bool:

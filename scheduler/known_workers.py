@@ -63,5 +63,5 @@ class KnownWorkers:
             self._fresh_step = max(self._fresh_step, self._known.pop(worker).lost[1] + 1)
 
     def _note(self, worker: str) -> _Known:
-        known = self._known[worker] = self._known.pop(worker, None) or _Known()
+        known = self._known[worker] = self._known.pop(worker, _Known())
         return known

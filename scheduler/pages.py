@@ -30,8 +30,9 @@ FORGOTTEN = (
 
 
 def add_pages(listener: InternalListener, service: SchedulerService) -> None:
-    """``/debug/scheduler``: whose listener this is. ``/dashboard`` with the ``/debug/state`` that it polls.
-    ``/debug/requests`` (``?slowest=N``) and ``/debug/requests/{id}``; with ``format=json`` for programs.
+    """``/debug/scheduler``: whose listener this is, and whether that one leads. ``/dashboard`` with the
+    ``/debug/state`` that it polls. ``/debug/requests`` (``?slowest=N``) and ``/debug/requests/{id}``; with
+    ``format=json`` for programs.
 
     The id is the request's, the answer's (``chatcmpl-...``) or the client's X-Request-Id, while it runs and later.
     """
@@ -73,7 +74,7 @@ def add_pages(listener: InternalListener, service: SchedulerService) -> None:
         return Page(msgspec.json.encode(live.tell(seen, since)), JSON)
 
     def myself(rest: str, query: Mapping[str, str]) -> Page:
-        return _json({"scheduler": service.name, "mesh": service.mesh})
+        return _json({"scheduler": service.name, "mesh": service.mesh, "leads": on_loop(loop, lambda: service.leads)})
 
     page = dashboard_page()
     listener.add("/debug/scheduler", myself)

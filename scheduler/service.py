@@ -77,6 +77,11 @@ class SchedulerService:
         self._outdated = False  # it is over since a higher epoch has been seen
 
     @property
+    def leads(self) -> bool:
+        """Else it stands by."""
+        return self._term is not None
+
+    @property
     def core(self) -> SchedulerCore:
         """To look at, on the event loop: an empty one while this scheduler stands by."""
         return self._term.core if self._term is not None else self._idle_core

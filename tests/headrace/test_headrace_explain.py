@@ -31,6 +31,43 @@ def listener() -> Iterator[InternalListener]:
 
 
 @pytest.fixture
+def standby() -> Iterator[str]:
+    """The URL of another scheduler, which remembers a request of when it led."""
+    made = InternalListener(CollectorRegistry(), "127.0.0.1", 0)
+    made.add("/debug/scheduler", lambda rest, query: page({"scheduler": "s-2", "mesh": "blue", "leads": False}))
+    made.add("/debug/requests", lambda rest, query: page([]) if not rest else page({"error": "no such"}, 404))
+    yield f"http://127.0.0.1:{made.port}"
+    made.close()
+
+
+def test_of_several_the_one_that_leads_is_asked(
+    listener: InternalListener, standby: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = f"http://127.0.0.1:{listener.port}"
+    listener.add("/debug/scheduler", lambda rest, query: page({"scheduler": "s-1", "mesh": "blue", "leads": True}))
+    listener.add("/debug/requests", lambda rest, query: page({"error": "not by me"}, 404) if rest else page([LISTED]))
+    for several in (f"{standby},{url}", f"{url}, {standby}/", f"http://127.0.0.1:1,{standby},{url}"):
+        assert main(["--slowest", "1", "--scheduler", several, "--json"]) == 0
+        out, err = capsys.readouterr()
+        assert json.loads(out) == [LISTED] and err == f"headrace explain: scheduler s-1 of mesh blue at {url}\n"
+    with pytest.raises(SystemExit) as ended:
+        main(["r1", "--scheduler", f"{standby},{url}"])
+    err = capsys.readouterr().err
+    assert ended.value.code == 1 and "s-1" in err and "s-2" in err and "not by me (see --slowest)" in err
+
+
+def test_one_that_led_before_is_asked_for_what_the_leader_does_not_know(
+    listener: InternalListener, standby: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = f"http://127.0.0.1:{listener.port}"
+    listener.add("/debug/scheduler", lambda rest, query: page({"scheduler": "s-1", "mesh": "blue", "leads": False}))
+    listener.add("/debug/requests", lambda rest, query: page({"request_id": rest}))
+    assert main(["r1", "--scheduler", f"{standby},{url}", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out) == {"request_id": "r1"} and "s-1" in err and "s-2" not in err
+
+
+@pytest.fixture
 def scheduler(listener: InternalListener) -> str:
     """The URL of a scheduler that remembers one request."""
     listener.add("/debug/scheduler", lambda rest, query: page({"scheduler": "s-1", "mesh": "blue"}))
@@ -80,6 +117,8 @@ def test_another_service_is_no_scheduler(listener: InternalListener, capsys: pyt
         (["r1", "--slowest", "3"], "not both"),
         (["--slowest", "0"], "N is at least 1"),
         (["--slowest", "-2"], "N is at least 1"),
+        (["r1", "--scheduler", "http://127.0.0.1:1,localhost:9401"], "'localhost:9401' is no http URL"),
+        (["r1", "--scheduler", ","], "',' is no http URL"),
         (["r1", "--scheduler", "localhost:9401"], "'localhost:9401' is no http URL"),
         (["r1", "--scheduler", "http://127.0.0.1:1"], "no scheduler answers at http://127.0.0.1:1/"),
     ],

@@ -110,6 +110,28 @@ def test_several_workers_share_the_cores_and_no_port(monkeypatch: pytest.MonkeyP
     assert [worker.metrics_port for worker in workers] == inherited
 
 
+def test_several_schedulers_have_names_ports_and_recordings_of_their_own(sockets: Sockets) -> None:
+    mesh = dataclasses.replace(MESH, scheduler_id="s1")
+    port = free_port("127.0.0.1")
+    argv = ["--schedulers", "3", "--port", "0", "--record", "trace"]
+    settings = read_settings(argv, {})
+    scheduler: Any = settings.services["scheduler"]
+    services = settings.services | {"scheduler": dataclasses.replace(scheduler, metrics_port=port)}
+    settings = with_ports(dataclasses.replace(settings, services=services), sockets)
+    told: Any = settings.services["scheduler"]
+    assert told.metrics_port == port
+    specs = {spec.name: spec for spec in child_specs(settings, mesh, {}, sockets, {"scheduler-1"})}
+    assert list(specs) == ["scheduler-0", "scheduler-1", "scheduler-2", "gateway", "worker"]
+    made = [as_read_by("scheduler", specs[f"scheduler-{index}"]) for index in range(3)]
+    assert [one.scheduler_id for one in made] == ["s1-0", "s1-1-b", "s1-2"]
+    assert [one.record for one in made] == ["trace-0", "trace-1", "trace-2"]
+    assert made[0].metrics_port == port and len({0, *(one.metrics_port for one in made)}) == 4
+    inherited = [specs[f"scheduler-{index}"].sockets[METRICS].getsockname()[1] for index in range(3)]
+    assert [one.metrics_port for one in made] == inherited
+    named = launched([*argv, "--scheduler-id", "mine"])
+    assert as_read_by("scheduler", named["scheduler-2"]).scheduler_id == "mine-2"
+
+
 def test_workers_of_one_machine_fetch_from_one_another_and_others_as_they_are_told() -> None:
     for argv, host in (
         (["--workers", "2"], "127.0.0.1"),

@@ -168,8 +168,8 @@ def test_every_line_stands_under_its_childs_name(capsys: pytest.CaptureFixture[s
     show("nats", "[1] [WRN] Plaintext passwords detected, use nkeys or bcrypt")
     show("nats", "[1] [ERR] address in use")
     assert capsys.readouterr().err.splitlines() == [
-        "worker-0  | 03:04:05 ERROR   fault",
-        "worker-0  | Traceback",
-        "worker-0  | Last",
-        "nats      | [1] [ERR] address in use",
+        "worker-0    | 03:04:05 ERROR   fault",
+        "worker-0    | Traceback",
+        "worker-0    | Last",
+        "nats        | [1] [ERR] address in use",
     ]

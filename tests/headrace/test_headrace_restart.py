@@ -16,16 +16,21 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from test_headrace_supervisor import FAST, Shown
 
 from headrace import restart
-from headrace.control import ControlServer, Wish
+from headrace.control import KINDS, ControlServer, Wish
+from headrace.launch import Mesh
 from headrace.notices import Notices
+from headrace.rolling import Rolling
 from headrace.runtime_folder import CONTROL, NOTIFY, candidates, control_socket, running, runtime_folder
+from headrace.sockets import Sockets
 from headrace.supervisor import Backoff, ChildSpec, ReplacementFailed, Supervisor
+from shared.supervision import LEADS, STANDS_BY
 
 DEADLINE_S = 30.0
 
@@ -258,6 +263,42 @@ def test_after_a_calm_life_it_starts_again_at_once(folder: Path) -> None:
 
     shown = supervised(folder, scenario, backoff)
     assert ("x", "was killed by SIGKILL; starting it again in 0.01 s") in shown.lines
+
+
+def test_of_several_schedulers_the_one_that_leads_comes_last() -> None:
+    """The lease then changes hands once."""
+
+    class Told:
+        leads = "scheduler-0"
+
+        def status(self, name: str) -> str:
+            return LEADS if name == self.leads else STANDS_BY
+
+    supervisor: Any = Told()
+    settings: Any = SimpleNamespace(schedulers=3, workers=2)
+    nats: Any = object()
+
+    async def serving() -> None: ...
+
+    rolling = Rolling(settings, Mesh("", "", "", ""), Sockets(), nats, supervisor, asyncio.TaskGroup(), serving)
+    names = []
+    for kind, name in rolling._processes(Wish(KINDS, True, print, asyncio.Event())):
+        if kind == "nats":
+            supervisor.leads = "scheduler-1"  # it is another one by now
+        names.append(name)
+    assert names == ["nats", "scheduler-0", "scheduler-2", "scheduler-1", "worker-0", "worker-1", "gateway"]
+
+
+def test_some_child_tells_what_is_waited_for(folder: Path) -> None:
+    async def scenario(supervisor: Supervisor, shown: Shown) -> None:
+        supervisor.start(child("x", "one", STANDS_BY))
+        with pytest.raises(ReplacementFailed, match=f"^nobody told within 0.2 s that it {LEADS}$"):
+            await supervisor.until_some(("x",), (LEADS,), 0.2)
+        supervisor.start(child("y", "two", LEADS))
+        await supervisor.until_some(("x", "y"), (LEADS,), DEADLINE_S)
+        assert (supervisor.status("x"), supervisor.status("y")) == (STANDS_BY, LEADS)
+
+    supervised(folder, scenario)
 
 
 # --- the control socket -------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ def service(settings: UpSettings, name: str) -> Any:
 
 def test_defaults() -> None:
     settings = read_settings([], {})
+    assert (settings.schedulers, read_settings(["--schedulers", "3"], {}).schedulers) == (1, 3)
     assert (settings.workers, settings.model, settings.served_model_name) == (1, "default", "")
     assert settings.own_nats
     assert service(settings, "gateway").port == 8000
@@ -66,6 +67,8 @@ def test_headrace_toml_of_the_current_folder_is_read_unless_one_is_named(elsewhe
         (["--port", "65536"], {}, "", "must be between 0 and 65535"),
         (["--policy", "lifo"], {}, "", "none of continuous"),
         (["--workers", "0"], {}, "", "--workers: '0' must be a number from 1"),
+        (["--schedulers", "0"], {}, "", "--schedulers: '0' must be a number from 1 to 8"),
+        (["--schedulers", "9"], {}, "", "--schedulers: '9' must be a number from 1 to 8"),
         (["--workers", "two"], {}, "", "--workers: 'two' must be a number from 1"),
         (["--config", "absent.toml"], {}, "", "absent.toml: No such file"),
         ([], {"HEADRACE_MAX_NUM_SEQ": "3"}, "", "unknown environment variable HEADRACE_MAX_NUM_SEQ"),

@@ -123,6 +123,11 @@ def test_only_another_scheduler_than_the_usual_needs_an_address() -> None:
         "Dashboard: http://127.0.0.1:9501/dashboard",
         "Why a request took its time: headrace explain ID --scheduler http://127.0.0.1:9501",
     ]
+    assert look_inside("http://a:1", "http://b:2") == [
+        "Dashboard: http://a:1/dashboard",
+        "Once another scheduler leads it is there: http://b:2/dashboard",
+        "Why a request took its time: headrace explain ID --scheduler http://a:1,http://b:2",
+    ]
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
@@ -162,7 +167,7 @@ def test_serves_answers_the_printed_curl_line_and_stops_on_ctrl_c(up: Up, tmp_pa
     gone(children)
     assert not list(tmp_path.glob("headrace-nats-*"))
     errors = up.errors.read_text()
-    assert errors.index("gateway   | ") < errors.index("stopping")
+    assert errors.index("gateway     | ") < errors.index("stopping")
     assert "was killed" not in errors
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", int(url.rsplit(":", 1)[1])), timeout=5).close()
@@ -240,6 +245,78 @@ def test_every_process_is_restarted_twice_under_load_and_no_request_fails(
         assert page.status == 200
     assert restarted(up, "--only", "worker", "--no-surge")[0] == 0
     assert up.end(signal.SIGINT) == 0
+
+
+def leader(up: Up, epoch: int) -> tuple[str, str]:
+    """The child that leads in an epoch, and its name on the bus."""
+    leads = rf" +\| .*scheduler (\S+) leads mesh default in epoch {epoch}\n"
+    child = up.wait_for(rf"(scheduler-[01]){leads}")
+    return child, up.wait_for(child + leads)
+
+
+def killed(up: Up, scheduler_id: str) -> None:
+    commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0") for pid in up.children()}
+    (pid,) = (pid for pid, words in commands.items() if f"--scheduler-id={scheduler_id}".encode() in words)
+    os.kill(pid, signal.SIGKILL)
+
+
+def leading(urls: list[str]) -> list[float]:
+    """Each scheduler's own metric."""
+    found = []
+    for url in urls:
+        with urllib.request.urlopen(f"{url}/metrics", timeout=DEADLINE_S) as answer:
+            value = re.search(r"^headrace_scheduler_leading (\S+)", answer.read().decode(), re.MULTILINE)
+            assert value is not None
+            found.append(float(value[1]))
+    return found
+
+
+async def _leaders_killed_under_load(up: Up, load: Load) -> str:
+    """Two leaders are killed, then all schedulers restarted; the words of that."""
+    stop = asyncio.Event()
+    running = asyncio.create_task(load.run(stop))
+
+    async def goes_on() -> None:
+        finished = load.finished
+        while load.finished < finished + 2 * (load.streams + load.plain):  # noqa: ASYNC110  it runs on the same loop
+            await asyncio.sleep(0.05)
+
+    try:
+        for epoch in (1, 2):
+            await goes_on()
+            killed(up, (await asyncio.to_thread(leader, up, epoch))[1])
+            await asyncio.to_thread(leader, up, epoch + 1)
+            await goes_on()
+        code, words = await asyncio.to_thread(restarted, up, "--only", "scheduler")
+        assert code == 0, words
+        await goes_on()
+    finally:
+        stop.set()
+        await running
+    return words
+
+
+def test_the_leading_one_of_two_schedulers_is_killed_and_streams_go_on(tmp_path: Path, model: Path) -> None:
+    up = Up(
+        tmp_path, "--model", str(model), "--port", "0", "--schedulers", "2", "--kv-cache-memory", "16MiB",
+        "--threads", "1",
+    )  # fmt: skip
+    try:
+        url = up.wait_for(r"tiny is served at (\S+)\n")
+        assert len(up.children()) == 5  # NATS, two schedulers, gateway, worker
+        urls = up.wait_for(r"headrace explain ID --scheduler (\S+)\n").split(",")
+        assert len(set(urls)) == 2 and leading(urls) == [1, 0], "the leader's comes first"
+        load = Load(url, streams=3, plain=1)
+        words = asyncio.run(_leaders_killed_under_load(up, load))
+        assert load.failures == []
+        assert len(load.texts) == 1, "a stream that went on elsewhere has another text"
+        assert f"{leader(up, 1)[0]} | was killed by SIGKILL; starting it again" in up.errors.read_text()
+        assert sorted(re.findall(r"^(\S+): replaced", words, re.MULTILINE)) == ["scheduler-0", "scheduler-1"]
+        assert sorted(leading(urls)) == [0, 1], "each still has its own port"
+        assert up.end(signal.SIGINT) == 0
+    finally:
+        up.process.kill()
+        up.process.wait()
 
 
 def test_a_replacement_that_cannot_start_leaves_the_old_process(tmp_path: Path, model: Path) -> None:
