@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
 # Before anything imports triton: its interpreter runs the GPU kernels on the CPU.
 os.environ["TRITON_INTERPRET"] = "1"
+# Before anything imports torch, as in a worker: beside other processes its threads would spin for the time in which one
+# of them waits for a core, and that takes four times the CPU.
+os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
 HERE = Path(__file__).parent
 for folder in (HERE, HERE / "scheduler" / "core", HERE / "mesh", HERE / "observability"):

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from loopback_http import NO_AUTHORITIES
 from mesh_stack import BusClient, until
 from oracles import Streamed, open_stream, refused, streamed, survival
 from tiny_models import make_tokenizer
@@ -277,7 +278,7 @@ def test_b23_sigterm_to_the_gateway(tiny: Path) -> None:
             load = Load(mesh, 5, 300)
             queued = [pool.submit(mesh.post, prompt="queued", seed=1, max_tokens=9, ignore_eos=True) for _ in range(3)]
             eventually(lambda: load_is(25, 3), "three are queued")
-            with httpx.Client(base_url=mesh.url) as kept_open:
+            with httpx.Client(verify=NO_AUTHORITIES, base_url=mesh.url) as kept_open:
                 assert kept_open.get("/ready").status_code == 200
                 mesh.gateway.popen.terminate()
                 since_s = time.monotonic()

@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import nats
 import pytest
+from loopback_http import NO_AUTHORITIES
 from mesh_stack import BusClient, until
 from oracles import Streamed, open_stream, refused, survival
 from starlette.routing import Route
@@ -184,7 +185,7 @@ NO_KEYS: tuple[dict[str, str], ...] = (
 def test_b28_every_route_but_liveness_asks_for_the_key(simulated: Mesh) -> None:
     port = free_port()
     guarded = simulated.start_gateway(port, "--api-key", "sesame")
-    with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30) as http:
+    with httpx.Client(verify=NO_AUTHORITIES, base_url=f"http://127.0.0.1:{port}", timeout=30) as http:
 
         def ready() -> bool:
             try:

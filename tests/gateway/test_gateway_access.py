@@ -13,6 +13,7 @@ import httpx
 import openai
 import pytest
 from gateway_mesh import MODEL, RunningGateway, running_gateway
+from loopback_http import NO_AUTHORITIES
 from starlette.routing import Route
 
 from gateway import keys
@@ -33,7 +34,7 @@ def guarded(folder: Path, file: Path, text: str, **options: Any) -> Iterator[tup
     file.write_text(text)
     with (
         running_gateway(folder, api_keys=str(file), **options) as gw,
-        httpx.Client(base_url=gw.url, timeout=20) as http,
+        httpx.Client(verify=NO_AUTHORITIES, base_url=gw.url, timeout=20) as http,
     ):
         yield gw, http
 

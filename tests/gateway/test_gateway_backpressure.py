@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 from gateway_mesh import MODEL, RunningGateway, running_gateway
+from loopback_http import NO_AUTHORITIES
 
 from gateway.mesh_view import MeshView
 from shared.messages import ModelInfo, Outcome, SchedulerBeat, SubmitReply
@@ -130,7 +131,7 @@ def test_the_schedulers_own_refusal_tells_its_own_time(gw: RunningGateway, http:
 def test_no_worker_and_no_scheduler_are_a_503_with_a_time(tokenizer_folder: Path) -> None:
     with (
         running_gateway(tokenizer_folder, scheduler_stale_s=0.3) as gw,
-        httpx.Client(base_url=gw.url, timeout=20) as http,
+        httpx.Client(verify=NO_AUTHORITIES, base_url=gw.url, timeout=20) as http,
     ):
         gw.mesh.workers = 0
         gw.until(lambda: gw.gateway.why_not_ready() is not None)

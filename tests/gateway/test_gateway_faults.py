@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 from gateway_mesh import RunningGateway, running_gateway
+from loopback_http import HTTP, NO_AUTHORITIES
 
 from gateway import offering
 from shared.messages import Outcome, RollCall, SubmitReply, TokenEntry, encode, pack_tokens
@@ -105,7 +106,7 @@ def test_a_client_that_leaves_before_the_reply_is_cancelled_at_once(
 @pytest.mark.parametrize("kind", ["failed", "dropped"])
 def test_the_schedulers_word_ends_the_stream_with_an_error(gw: RunningGateway, kind: str) -> None:
     gw.mesh.step_s = 0.005
-    with httpx.stream("POST", f"{gw.url}/v1/completions", json={**BODY, "stream": True}) as answer:
+    with HTTP.stream("POST", f"{gw.url}/v1/completions", json={**BODY, "stream": True}) as answer:
         lines = answer.iter_text()
         seen = next(lines)
         gw.call(gw.mesh.event(gw.mesh.submits[0], kind, "its worker died"))
@@ -127,7 +128,7 @@ def test_a_whole_answer_that_cannot_be_had_is_a_503(gw: RunningGateway) -> None:
 
 def test_a_hole_in_the_tokens_is_never_text(gw: RunningGateway) -> None:
     gw.mesh.stepping = False
-    with httpx.stream("POST", f"{gw.url}/v1/completions", json={**BODY, "max_tokens": 4, "stream": True}) as answer:
+    with HTTP.stream("POST", f"{gw.url}/v1/completions", json={**BODY, "max_tokens": 4, "stream": True}) as answer:
         lines = answer.iter_text()
 
         def entry(offset: int, token: int, attempt: int = 1, end: str = "") -> TokenEntry:
@@ -153,7 +154,7 @@ def test_a_batch_from_nowhere_is_dropped_and_counted(gw: RunningGateway) -> None
     for payload in (b"", b"\x80\x04junk", b"\xff" * 50, encode(RollCall("s"))):
         gw.call(gw.bus.publish(gw.mesh.subjects.tokens("gw"), payload))
     gw.until(lambda: gw.metric("headrace_gateway_bad_messages_total") == before + 4)
-    assert httpx.post(f"{gw.url}/generate", json={"prompt": "x"}).status_code == 200
+    assert HTTP.post(f"{gw.url}/generate", json={"prompt": "x"}).status_code == 200
 
 
 def test_beats_list_what_is_live_and_answer_a_roll_call(gw: RunningGateway) -> None:
@@ -176,7 +177,7 @@ def test_a_slow_reader_gets_its_exact_text_and_holds_nobody_up(gw: RunningGatewa
     slow = raw_request(gw, {"prompt": prompt, "n": 32, "max_tokens": 300, "stream": True}, "/generate")
     gw.until(lambda: len(gw.mesh.submits) == 1)
     gw.until(lambda: not gw.mesh.running)  # generated to its end while the client read nothing
-    assert httpx.post(f"{gw.url}/generate", json={"prompt": "x"}).status_code == 200
+    assert HTTP.post(f"{gw.url}/generate", json={"prompt": "x"}).status_code == 200
     raw = b""
     while not raw.endswith(b"0\r\n\r\n"):
         raw += slow.recv(1 << 20)
@@ -194,27 +195,27 @@ def test_a_slow_reader_gets_its_exact_text_and_holds_nobody_up(gw: RunningGatewa
 def test_a_silent_scheduler_ends_open_requests_and_readiness(tokenizer_folder: Path) -> None:
     with running_gateway(tokenizer_folder, scheduler_stale_s=0.5, resume_timeout_s=1.0, submit_timeout_s=0.5) as gw:
         gw.mesh.step_s = 0.01
-        with httpx.stream(
+        with HTTP.stream(
             "POST", f"{gw.url}/v1/completions", json={**BODY, "max_tokens": 2000, "stream": True}
         ) as answer:
             lines = answer.iter_text()
             seen = next(lines)
             gw.mesh.beating = gw.mesh.stepping = False
-            gw.until(lambda: httpx.get(f"{gw.url}/ready").status_code == 503)
-            refused = httpx.post(f"{gw.url}/generate", json={"prompt": "x"})
+            gw.until(lambda: HTTP.get(f"{gw.url}/ready").status_code == 503)
+            refused = HTTP.post(f"{gw.url}/generate", json={"prompt": "x"})
             assert (refused.status_code, "retry-after" in refused.headers) == (503, True)
             seen += "".join(lines)
         assert "silent" in stream_errors(seen)[0]
         gw.mesh.beating = gw.mesh.stepping = True
-        gw.until(lambda: httpx.get(f"{gw.url}/ready").status_code == 200)
-        assert httpx.post(f"{gw.url}/generate", json={"prompt": "x"}).status_code == 200
+        gw.until(lambda: HTTP.get(f"{gw.url}/ready").status_code == 200)
+        assert HTTP.post(f"{gw.url}/generate", json={"prompt": "x"}).status_code == 200
 
 
 def test_a_scheduler_that_never_answers_is_a_503(tokenizer_folder: Path) -> None:
     with running_gateway(tokenizer_folder, submit_timeout_s=0.3) as gw:
         gw.mesh.subjects = type(gw.mesh.subjects)("elsewhere")  # beats of "default" stop; the subscription stays
         gw.bus._subscriptions = [entry for entry in gw.bus._subscriptions if ".submit." not in entry[0]]
-        answer = httpx.post(f"{gw.url}/generate", json={"prompt": "x"})
+        answer = HTTP.post(f"{gw.url}/generate", json={"prompt": "x"})
         assert (answer.status_code, "retry-after" in answer.headers) == (503, True)
 
 
@@ -236,7 +237,7 @@ def test_drain_lets_streams_finish_and_refuses_new_requests(tokenizer_folder: Pa
         gw.mesh.stepping = False
 
         async def five() -> list[str]:
-            async with httpx.AsyncClient(base_url=gw.url, timeout=20) as client:
+            async with httpx.AsyncClient(verify=NO_AUTHORITIES, base_url=gw.url, timeout=20) as client:
                 body = {"prompt": "x", "max_tokens": 30, "stream": True}
                 requests = [asyncio.create_task(client.post("/v1/completions", json=body)) for _ in range(5)]
                 await asyncio.to_thread(gw.until, lambda: len(gw.mesh.running) == 5)
@@ -258,7 +259,7 @@ def test_the_grace_is_a_bound_even_with_a_client_that_never_reads(tokenizer_fold
     with running_gateway(tokenizer_folder, drain_grace_s=0.5) as gw:
         gw.mesh.step_s = 0.01
         stuck = raw_request(gw, {"prompt": "x" * 1000, "n": 16, "max_tokens": 1000, "stream": True}, "/generate")
-        with httpx.stream(
+        with HTTP.stream(
             "POST", f"{gw.url}/v1/completions", json={**BODY, "max_tokens": 2000, "stream": True}
         ) as answer:
             gw.until(lambda: len(gw.mesh.submits) == 2)

@@ -10,9 +10,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import pytest
 from gateway_mesh import RunningGateway, running_gateway
+from loopback_http import HTTP
 from raw_http import BODY, answer, closed, connected, post, read_answer
 
 from gateway import http_protocol
@@ -30,7 +30,7 @@ def canary(gw: RunningGateway) -> Iterator[None]:
     """Whatever a test did, the next client is served, and nothing is left running."""
     yield
     gw.mesh.stepping = True
-    reply = httpx.post(f"{gw.url}/v1/completions", content=BODY, headers={"content-type": "application/json"})
+    reply = HTTP.post(f"{gw.url}/v1/completions", content=BODY, headers={"content-type": "application/json"})
     assert reply.status_code == 200
     assert reply.json()["usage"]["completion_tokens"] == 3
     gw.until(lambda: gw.gateway.in_flight == 0 and not gw.mesh.running)

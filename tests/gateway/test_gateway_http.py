@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 from gateway_mesh import MAX_MODEL_LEN, MODEL, VOCAB_SIZE, RunningGateway, running_gateway
+from loopback_http import NO_AUTHORITIES
 
 from shared.messages import Outcome, Submit, SubmitReply
 
@@ -260,7 +261,7 @@ def test_request_ids_are_echoed_if_sound(gw: RunningGateway, http: httpx.Client)
 def test_bodies_and_messages_have_a_size(tokenizer_folder: Any) -> None:
     with (
         running_gateway(tokenizer_folder, max_body_bytes=4096, max_payload=6000) as gateway,
-        httpx.Client(base_url=gateway.url) as http,
+        httpx.Client(verify=NO_AUTHORITIES, base_url=gateway.url) as http,
     ):
         error_of(http.post("/v1/completions", json={"prompt": "x" * 5000}), 413)
         error = error_of(http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1000}))
@@ -271,7 +272,7 @@ def test_bodies_and_messages_have_a_size(tokenizer_folder: Any) -> None:
 def test_too_many_at_once(tokenizer_folder: Any) -> None:
     with (
         running_gateway(tokenizer_folder, max_concurrent_requests=2) as gateway,
-        httpx.Client(base_url=gateway.url) as http,
+        httpx.Client(verify=NO_AUTHORITIES, base_url=gateway.url) as http,
         concurrent.futures.ThreadPoolExecutor(2) as pool,
     ):
         gateway.mesh.stepping = False

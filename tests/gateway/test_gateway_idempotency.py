@@ -21,6 +21,7 @@ import pytest
 from gateway_mesh import MODEL, FakeMesh, RunningGateway, Script, pseudo_random, running_gateway
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from loopback_http import HTTP, NO_AUTHORITIES
 from tool_templates import save_tokenizer
 
 from gateway.idempotency import MAX_NUMBERED_CHOICES
@@ -99,7 +100,9 @@ class Mesh:
         self.first, self.other = first, other
         self.bursts = Bursts(other.mesh)
         other.mesh.send = self.bursts.send  # type: ignore[method-assign]
-        self._clients = [httpx.Client(base_url=gateway.url, timeout=60) for gateway in (first, other)]
+        self._clients = [
+            httpx.Client(verify=NO_AUTHORITIES, base_url=gateway.url, timeout=60) for gateway in (first, other)
+        ]
 
     def stream(self, path: str, body: dict[str, Any], headers: dict[str, str] = KEY) -> bytes:
         """The whole stream from the first gateway."""
@@ -192,7 +195,7 @@ def check_same(whole: list[bytes], joined: list[bytes]) -> None:
 def check_tells_all(mesh: Mesh, path: str, body: dict[str, Any], events: list[bytes]) -> None:
     """Joined, the events are the reply of the same request that is not streamed."""
     unstreamed = {name: value for name, value in body.items() if name != "stream_options"}
-    reply = httpx.post(mesh.first.url + path, json=unstreamed, headers=KEY).json()
+    reply = HTTP.post(mesh.first.url + path, json=unstreamed, headers=KEY).json()
     chunks = [json.loads(event.split(b"data: ")[1]) for event in events[:-1]]
     if "stream_options" in body:
         assert chunks[-1]["usage"] == reply["usage"]
@@ -310,7 +313,7 @@ def test_the_key_settles_the_seed(mesh: Mesh) -> None:
     body = {"prompt": "abc", "max_tokens": 8}
 
     def answer(key: str, body: dict[str, Any], path: str = COMPLETIONS) -> tuple[str, int, Any]:
-        reply = httpx.post(mesh.first.url + path, json=body, headers={"Idempotency-Key": key}).json()
+        reply = HTTP.post(mesh.first.url + path, json=body, headers={"Idempotency-Key": key}).json()
         return reply.get("id", ""), mesh.first.mesh.submits[-1].sampling.seed, reply.get("choices", reply.get("text"))
 
     first = answer("a", body)
@@ -321,7 +324,7 @@ def test_the_key_settles_the_seed(mesh: Mesh) -> None:
     assert answer("a", body | {"seed": None})[1] == first[1], "null is absent"
     assert answer("a", body | {"seed": 5})[1] == 5, "the body's own counts"
     assert answer("a", body, "/generate") == answer("a", body, "/generate")
-    unkeyed = [httpx.post(mesh.first.url + COMPLETIONS, json=body).json()["id"] for _ in range(2)]
+    unkeyed = [HTTP.post(mesh.first.url + COMPLETIONS, json=body).json()["id"] for _ in range(2)]
     assert unkeyed[0] != unkeyed[1]
 
 
@@ -350,7 +353,7 @@ def test_an_error_has_no_id_and_what_came_before_it_stands(mesh: Mesh) -> None:
     gateway = mesh.first
     gateway.mesh.stepping = False
     try:
-        with httpx.stream("POST", gateway.url + path, json=body | {"stream": True}, headers=KEY, timeout=30) as answer:
+        with HTTP.stream("POST", gateway.url + path, json=body | {"stream": True}, headers=KEY, timeout=30) as answer:
             gateway.until(lambda: bool(gateway.mesh.running))
             for _ in range(4):
                 gateway.call(gateway.mesh.step())
@@ -370,7 +373,7 @@ def test_comments_while_what_was_seen_is_made_again(mesh: Mesh) -> None:
     whole = events_of(mesh.stream(path, body))
     mesh.bursts.random = None
     headers = KEY | {"Last-Event-ID": id_of(whole[-3])}
-    raw = httpx.post(mesh.other.url + path, json=body | {"stream": True}, headers=headers).content
+    raw = HTTP.post(mesh.other.url + path, json=body | {"stream": True}, headers=headers).content
     assert raw.startswith(b":\n") and b":\n\n" not in raw
     assert re.sub(rb"^:\n", b"", raw, flags=re.MULTILINE) == b"".join(whole[-2:])
 
@@ -473,7 +476,7 @@ def test_a_key_is_its_tenants_own(tokenizer_folder: Path, tmp_path: Path) -> Non
 
         def post(key: str, last: str = "") -> httpx.Response:
             headers = KEY | {"Authorization": f"Bearer {key}", "Last-Event-ID": last}
-            return httpx.post(gateway.url + COMPLETIONS, json=ASK, headers=headers)
+            return HTTP.post(gateway.url + COMPLETIONS, json=ASK, headers=headers)
 
         whole = events_of(post("sk-1").content)
         assert events_of(post("sk-2", id_of(whole[2])).content)[-1] == whole[-1]
@@ -501,7 +504,7 @@ def test_choices_are_bounded(mesh: Mesh) -> None:
     assert events_of(mesh.resume(COMPLETIONS, body, id_of(raw[-2]))) == raw[-1:]
     error = mesh.refusal(COMPLETIONS, body | {"prompt": ["a", "b", "c"]}, KEY)
     assert error["param"] == "n" and str(MAX_NUMBERED_CHOICES) in error["message"]
-    assert httpx.post(mesh.other.url + COMPLETIONS, json=body | {"prompt": ["a", "b", "c"]}).status_code == 200
+    assert HTTP.post(mesh.other.url + COMPLETIONS, json=body | {"prompt": ["a", "b", "c"]}).status_code == 200
 
 
 # --- the client of docs/api.md ---------------------------------------------------------------------------------------
@@ -568,7 +571,7 @@ def test_the_documented_client(mesh: Mesh, kind: str) -> None:
 
     content = json.dumps(body | {"stream": True})
     headers = KEY | {"Content-Type": "application/json"}
-    raw = httpx.post(mesh.first.url + path, content=content, headers=headers).content
+    raw = HTTP.post(mesh.first.url + path, content=content, headers=headers).content
     whole = [json.loads(event.split(b"data: ")[1]) for event in events_of(raw)[:-1]]
     assert len({chunk.pop("created") for chunk in chunks}) == 1
     assert len({chunk.pop("created") for chunk in whole}) == 1

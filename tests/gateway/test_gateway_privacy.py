@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 from gateway_mesh import RunningGateway, running_gateway
+from loopback_http import HTTP, NO_AUTHORITIES
 from otlp_receiver import Receiver, otlp_receiver
 from prometheus_client import generate_latest
 
@@ -72,7 +73,9 @@ def test_nothing_that_a_client_wrote_is_told(
     errors: list[str] = []
     with running_gateway(tokenizer_folder, tracing=tracing, api_keys=str(file), slow_reader_timeout_s=5.0) as gw:
         for key in (SECRET, SECRET + "x"):
-            with httpx.Client(base_url=gw.url, timeout=20, headers={"authorization": f"Bearer {key}"}) as http:
+            with httpx.Client(
+                verify=NO_AUTHORITIES, base_url=gw.url, timeout=20, headers={"authorization": f"Bearer {key}"}
+            ) as http:
                 for refuse in (None, Outcome.QUEUE_FULL, Outcome.NEVER_FITS, Outcome.DEADLINE):
                     gw.mesh.refuse = lambda submit, refuse=refuse: refuse and SubmitReply(refuse, 7, "because")
                     for path, body in BODIES:
@@ -103,13 +106,13 @@ def broken(gw: RunningGateway) -> None:
     headers = {"authorization": f"Bearer {SECRET}"}
 
     def read() -> None:
-        httpx.post(f"{gw.url}/v1/completions", json=body, headers=headers, timeout=20)
+        HTTP.post(f"{gw.url}/v1/completions", json=body, headers=headers, timeout=20)
 
     client = threading.Thread(target=read)
     client.start()
     gw.until(lambda: bool(gw.mesh.running))
     gw.call(gw.mesh.event(gw.mesh.submits[-1], "failed", "its worker is gone"))
     client.join(20)
-    with httpx.stream("POST", f"{gw.url}/v1/completions", json=body, headers=headers, timeout=20) as stream:
+    with HTTP.stream("POST", f"{gw.url}/v1/completions", json=body, headers=headers, timeout=20) as stream:
         next(stream.iter_raw())
     gw.until(lambda: gw.gateway.in_flight == 0)

@@ -7,6 +7,7 @@ from pathlib import Path
 import httpx
 import pytest
 from gateway_mesh import MODEL, RunningGateway, running_gateway
+from loopback_http import NO_AUTHORITIES
 from starlette.routing import Route
 
 from gateway.app import make_app
@@ -50,7 +51,10 @@ def test_every_route_whatever_the_answer(gw: RunningGateway, http: httpx.Client,
 
 
 def test_without_a_key_and_while_nothing_is_ready(tokenizer_folder: Path) -> None:
-    with running_gateway(tokenizer_folder, api_key="k") as gw, httpx.Client(base_url=gw.url) as http:
+    with (
+        running_gateway(tokenizer_folder, api_key="k") as gw,
+        httpx.Client(verify=NO_AUTHORITIES, base_url=gw.url) as http,
+    ):
         for method, path in every_route(gw):
             answer = http.request(method, path, headers={"x-request-id": "mine"})
             assert answer.status_code == (200 if path == "/health" else 401)

@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 from gateway_mesh import MODEL, RunningGateway, running_gateway
+from loopback_http import HTTP
 from otlp_receiver import attributes, otlp_receiver
 
 from observability.tracing import Tracing
@@ -235,7 +236,7 @@ def test_a_client_that_leaves_while_it_is_being_resumed(gw: RunningGateway) -> N
         (first.request_id, 1, -1), (first.request_id, 2, -1),
     }  # fmt: skip
     offers = gw.mesh.offers
-    assert httpx.post(f"{gw.url}/v1/models").status_code == 405  # some loop iterations later
+    assert HTTP.post(f"{gw.url}/v1/models").status_code == 405  # some loop iterations later
     assert gw.mesh.offers == offers
 
 
@@ -308,9 +309,9 @@ def test_a_mesh_that_was_ready_is_waited_for(gw: RunningGateway) -> None:
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         bodies = {"/v1/completions": BODY, "/tokenize": {"prompt": "x"}, "/detokenize": {"tokens": [5]}}
         answers = [pool.submit(httpx.post, gw.url + path, json=body) for path, body in bodies.items()]
-        assert httpx.get(f"{gw.url}/ready").status_code == 503, "it says at once how it is"
+        assert HTTP.get(f"{gw.url}/ready").status_code == 503, "it says at once how it is"
         gw.until(lambda: gw.gateway.in_flight == 3)
-        unknown = httpx.post(f"{gw.url}/v1/completions", json=BODY | {"model": "another"})
+        unknown = HTTP.post(f"{gw.url}/v1/completions", json=BODY | {"model": "another"})
         assert unknown.status_code == 404
         assert not any(answer.done() for answer in answers)
         gw.mesh.workers = 1
@@ -346,7 +347,7 @@ def test_a_request_that_a_scheduler_accepted_as_another_took_over(tokenizer_fold
             return SubmitReply(Outcome.ACCEPTED, epoch)
 
         gw.mesh.refuse = refuse
-        assert texts_of(httpx.post(f"{gw.url}/v1/completions", json=BODY)) == expected(gw, gw.mesh.submits[0])
+        assert texts_of(HTTP.post(f"{gw.url}/v1/completions", json=BODY)) == expected(gw, gw.mesh.submits[0])
         assert [submit.attempt for submit in gw.mesh.submits] == [1, 2]
 
 

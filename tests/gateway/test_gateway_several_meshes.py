@@ -11,6 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 from gateway_mesh import FakeMesh, RunningGateway, running_gateway
+from loopback_http import NO_AUTHORITIES
 
 from gateway.mesh_choice import Candidate, choose, content_of
 from shared.messages import Outcome, SubmitReply
@@ -36,7 +37,7 @@ def other(two: RunningGateway, mesh: FakeMesh) -> FakeMesh:
 
 
 def test_equal_prompts_meet_and_others_are_shared_out(two: RunningGateway) -> None:
-    with httpx.Client(base_url=two.url, timeout=20) as client:
+    with httpx.Client(verify=NO_AUTHORITIES, base_url=two.url, timeout=20) as client:
         for _ in range(4):
             assert client.post("/v1/completions", json=ASK).status_code == 200
         assert sorted(submitted(two).values()) == [0, 4]
@@ -51,7 +52,7 @@ def test_equal_prompts_meet_and_others_are_shared_out(two: RunningGateway) -> No
 
 def test_who_is_refused_by_one_is_taken_by_the_other_and_a_429_is_the_last_word(two: RunningGateway) -> None:
     east, west = two.meshes.values()
-    with httpx.Client(base_url=two.url, timeout=20) as client:
+    with httpx.Client(verify=NO_AUTHORITIES, base_url=two.url, timeout=20) as client:
         east.refuse = lambda submit: SubmitReply(Outcome.QUEUE_FULL, 7)
         for number in range(6):
             assert client.post("/v1/completions", json={**ASK, "prompt": f"the {number}"}).status_code == 200
@@ -64,7 +65,7 @@ def test_a_stream_goes_on_in_the_other_mesh_when_its_own_stays_away(two: Running
     for mesh in two.meshes.values():
         mesh.step_s = 0.02
     with (
-        httpx.Client(base_url=two.url, timeout=20) as client,
+        httpx.Client(verify=NO_AUTHORITIES, base_url=two.url, timeout=20) as client,
         client.stream("POST", "/v1/completions", json={**ASK, "max_tokens": 60, "stream": True}) as answer,
     ):
         lines = answer.iter_lines()

@@ -11,6 +11,7 @@ import httpx
 import openai
 import pytest
 from gateway_mesh import MODEL, RunningGateway, running_gateway, told_of
+from loopback_http import HTTP
 
 from shared.messages import TokenLogprob
 
@@ -326,14 +327,14 @@ def test_a_hole_in_what_was_asked_for_is_never_passed_over(tokenizer_folder: Pat
     with running_gateway(tokenizer_folder, resume_timeout_s=0.5) as gw:
         honest = gw.mesh._prompt_entries
         body = {"prompt": PROMPT * 3, "prompt_logprobs": 1, "seed": 3}
-        whole = httpx.post(f"{gw.url}/v1/completions", json=body).json()["choices"]
+        whole = HTTP.post(f"{gw.url}/v1/completions", json=body).json()["choices"]
         gw.mesh._prompt_entries = (  # type: ignore[method-assign]
             lambda submit: honest(submit)[: -2 if submit.attempt == 1 else None]
         )
-        assert httpx.post(f"{gw.url}/v1/completions", json=body).json()["choices"] == whole
+        assert HTTP.post(f"{gw.url}/v1/completions", json=body).json()["choices"] == whole
         gw.mesh._prompt_entries = lambda submit: honest(submit)[:-2]  # type: ignore[method-assign]
         offers = gw.mesh.offers
-        answer = httpx.post(f"{gw.url}/v1/completions", json=body)
+        answer = HTTP.post(f"{gw.url}/v1/completions", json=body)
         assert answer.status_code == 503
         assert "log-probabilities" in answer.json()["error"]["message"]
         assert gw.mesh.offers - offers < 10, "what never goes on is not offered again as fast as can be"

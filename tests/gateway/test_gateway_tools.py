@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 from gateway_mesh import RunningGateway, Script, running_gateway
+from loopback_http import NO_AUTHORITIES
 from openai import OpenAI
 from tool_templates import FAMILIES, save_tokenizer, tokenizer_of
 
@@ -60,7 +61,7 @@ def gw(family: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runnin
 
 @pytest.fixture
 def http(gw: RunningGateway) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=gw.url, timeout=20) as client:
+    with httpx.Client(verify=NO_AUTHORITIES, base_url=gw.url, timeout=20) as client:
         yield client
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 from gateway_mesh import RunningGateway
+from loopback_http import HTTP
 from otlp_receiver import Receiver, attributes, otlp_receiver
 
 from observability.tracing import Tracing
@@ -28,10 +29,10 @@ def test_the_callers_trace_goes_through_and_errors_end_it_too(tokenizer_folder: 
     with RunningGateway(tokenizer_folder, tracing) as gw:
         headers = {"traceparent": TRACEPARENT}
         body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3, "temperature": 0.5}
-        httpx.post(f"{gw.url}/v1/chat/completions", json=body, headers=headers)
-        httpx.post(f"{gw.url}/v1/completions", json={"prompt": []}, headers=headers)
-        httpx.post(f"{gw.url}/generate", json={"prompt": "not sampled"})
-        httpx.post(f"{gw.url}/generate", json={"prompt": "bad header"}, headers={"traceparent": "00-zz-xx-01"})
+        HTTP.post(f"{gw.url}/v1/chat/completions", json=body, headers=headers)
+        HTTP.post(f"{gw.url}/v1/completions", json={"prompt": []}, headers=headers)
+        HTTP.post(f"{gw.url}/generate", json={"prompt": "not sampled"})
+        HTTP.post(f"{gw.url}/generate", json={"prompt": "bad header"}, headers={"traceparent": "00-zz-xx-01"})
         submits = list(gw.mesh.submits)
     tracing.shutdown()
     spans = {span.name: span for span in receiver.spans}

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
+from loopback_http import HTTP
 from mesh_stack import DEADLINE_S
 from whole_mesh import Mesh, eventually
 
@@ -113,7 +114,7 @@ def debug_url(mesh: Mesh) -> str:
 
 
 def ask(mesh: Mesh, name: str) -> httpx.Response:
-    return httpx.get(f"{debug_url(mesh)}/debug/requests/{name}", params={"format": "json"})
+    return HTTP.get(f"{debug_url(mesh)}/debug/requests/{name}", params={"format": "json"})
 
 
 def explained(mesh: Mesh, call: Call) -> Explained:

@@ -19,9 +19,10 @@ from pathlib import Path
 
 import httpx
 from fault_proxy import Proxy
+from loopback_http import HTTP
 from mesh_stack import DEADLINE_S, Process
 from test_whole_mesh import free_port
-from whole_mesh import Nats, eventually
+from whole_mesh import START_POLL_S, Nats, eventually
 
 from headrace.bench.probe import read_metrics
 from headrace.nats_server import NatsServer
@@ -76,7 +77,7 @@ class Service:
         if url is None:
             return {}
         try:
-            return read_metrics([httpx.get(url.group(1), timeout=5).text])
+            return read_metrics([HTTP.get(url.group(1), timeout=5).text])
         except httpx.TransportError:
             return {}
 
@@ -234,14 +235,14 @@ class FaultMesh:
     def ready(self) -> bool:
         """Every gateway serves, and every worker is ready."""
         try:
-            if any(httpx.get(url + "/ready", timeout=5).status_code != 200 for url in self.urls):
+            if any(HTTP.get(url + "/ready", timeout=5).status_code != 200 for url in self.urls):
                 return False
         except httpx.TransportError:
             return False
         return self.load().get("headrace_workers") == len(self.of_kind("worker"))
 
     def wait_ready(self, within_s: float = START_S) -> None:
-        eventually(self.ready, "the whole mesh is ready", within_s)
+        eventually(self.ready, "the whole mesh is ready", within_s, every_s=START_POLL_S)
 
     def quiet(self) -> bool:
         """Nothing runs, nothing waits, every block is free."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import httpx
+from loopback_http import NO_AUTHORITIES
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 CLIENT_TIMEOUT_S = 180.0  # between two bytes: catches hangs
@@ -223,7 +224,7 @@ class Client:
     def __init__(self, model: str) -> None:
         self._model = model
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-        self._http = httpx.Client(timeout=CLIENT_TIMEOUT_S, limits=limits, trust_env=False)
+        self._http = httpx.Client(verify=NO_AUTHORITIES, timeout=CLIENT_TIMEOUT_S, limits=limits, trust_env=False)
         self._over = threading.Event()
 
     def close(self) -> None:

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import torch
+from loopback_http import HTTP
 from mesh_stack import stack
 from test_whole_mesh import serve
 from tiny_models import make_tiny_model
@@ -36,7 +36,7 @@ def reference(folder: Path) -> Any:
 
 
 def complete(url: str, **body: Any) -> dict[str, Any]:
-    reply = httpx.post(url + "/v1/completions", json={"model": "m", **body}, timeout=120)
+    reply = HTTP.post(url + "/v1/completions", json={"model": "m", **body}, timeout=120)
     assert reply.status_code == 200, reply.text
     answer: dict[str, Any] = reply.json()
     return answer
@@ -86,7 +86,7 @@ def test_best_of_gives_the_likeliest_choices_and_counts_all(url: str, folder: Pa
 
 def test_ranked_choices_cannot_be_streamed(url: str) -> None:
     for body in ({"use_beam_search": True}, {"n": 1, "best_of": 2}, {"n": 3, "best_of": 2}):
-        reply = httpx.post(url + "/v1/completions", json={"model": "m", "prompt": "x", "stream": True, **body})
+        reply = HTTP.post(url + "/v1/completions", json={"model": "m", "prompt": "x", "stream": True, **body})
         assert reply.status_code == 400 and reply.json()["error"]["param"] in ("stream", "best_of")
 
 

@@ -8,9 +8,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import pytest
 from explained_calls import MS, SHARE, Call, ask, debug_url, end_to_end, explained, id_of, whole
+from loopback_http import HTTP
 from mesh_stack import BusClient
 from whole_mesh import SIMULATED, Mesh, eventually, running_mesh
 
@@ -154,7 +154,7 @@ def test_a_request_that_runs_is_found_by_what_its_client_calls_it(
         answer_id = json.loads(first.removeprefix("data: "))["id"]
         told = [end_to_end(ask(narrow, name).json()) for name in (answer_id, "still-running")]
         assert main([answer_id, "--scheduler", debug_url(narrow)]) == 0
-        page = httpx.get(f"{debug_url(narrow)}/debug/requests/{answer_id}").text
+        page = HTTP.get(f"{debug_url(narrow)}/debug/requests/{answer_id}").text
     assert told[0]["request_id"] == told[1]["request_id"]
     for one in told:
         assert one["live"] and not one["answered"] and one["total_ms"] > 0
@@ -246,14 +246,14 @@ def test_the_command_and_the_pages(narrow: Mesh, capsys: pytest.CaptureFixture[s
     with pytest.raises(SystemExit) as stopped:
         main(["nobody", "--scheduler", url])
     assert stopped.value.code == 1 and "refused by its gateway" in capsys.readouterr().err
-    page = httpx.get(f"{url}/debug/requests/typed").text
+    page = HTTP.get(f"{url}/debug/requests/typed").text
     assert "Where the time went" in page and "From beginning to end" in page
-    missing = httpx.get(f"{url}/debug/requests/%3Cb%3E")
+    missing = HTTP.get(f"{url}/debug/requests/%3Cb%3E")
     assert missing.status_code == 404 and "<b>" not in missing.text.split("<header>")[1].split("</h1>")[0]
 
 
 def wait_for_waiting(mesh: Mesh, wanted: int) -> None:
     """The scheduler has so many in its queue."""
     eventually(
-        lambda: httpx.get(f"{debug_url(mesh)}/debug/state").json()["num_waiting"] >= wanted, f"{wanted} in the queue"
+        lambda: HTTP.get(f"{debug_url(mesh)}/debug/state").json()["num_waiting"] >= wanted, f"{wanted} in the queue"
     )

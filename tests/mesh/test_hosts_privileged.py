@@ -10,8 +10,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
+from loopback_http import HTTP
 from mesh_stack import DEADLINE_S
 from three_hosts import ThreeHosts, three_hosts
 from whole_mesh import FLOAT32, at_once, eventually, running_mesh
@@ -42,7 +42,7 @@ def bodies(tokens: int) -> list[dict[str, Any]]:
 
 
 def texts(url: str, body: dict[str, Any]) -> list[str]:
-    reply = httpx.post(f"{url}/v1/completions", json=body, timeout=5 * DEADLINE_S)
+    reply = HTTP.post(f"{url}/v1/completions", json=body, timeout=5 * DEADLINE_S)
     assert reply.status_code == 200, reply.text
     return [choice["text"] for choice in reply.json()["choices"]]
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
+from loopback_http import HTTP
 from mesh_stack import BusClient, Stack, stack, until
 from test_whole_mesh import serve
 from tiny_models import make_tiny_model
@@ -34,7 +35,7 @@ class Mesh:
         self.url = url
 
     def post(self, **body: Any) -> httpx.Response:
-        return httpx.post(self.url + "/v1/completions", json={"model": "m", **body}, timeout=120)
+        return HTTP.post(self.url + "/v1/completions", json={"model": "m", **body}, timeout=120)
 
     def together(self, bodies: list[dict[str, Any]]) -> list[list[str]]:
         def ask(body: dict[str, Any]) -> list[str]:
@@ -138,7 +139,7 @@ def metrics(of: Mesh) -> dict[str, float]:
     """The scheduler's metrics, from the port that it says it listens on."""
     port = re.search(r"metrics on http://[^:]+:(\d+)/", of.stack.processes[0].output())
     assert port is not None
-    return read_metrics([httpx.get(f"http://127.0.0.1:{port.group(1)}/metrics").text])
+    return read_metrics([HTTP.get(f"http://127.0.0.1:{port.group(1)}/metrics").text])
 
 
 def test_b14_what_can_never_fit_is_refused_at_once_and_the_small_ones_run(tight: Mesh) -> None:

@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import pytest
+from loopback_http import HTTP
 from mesh_stack import Process
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
@@ -34,7 +34,7 @@ def documented(service: str) -> dict[str, tuple[str, str, set[str], str]]:
 def scraped(process: Process) -> dict[str, Metric]:
     port = re.search(r"metrics on http://[^:]+:(\d+)/", process.output())
     assert port is not None
-    text = httpx.get(f"http://127.0.0.1:{port.group(1)}/metrics").text
+    text = HTTP.get(f"http://127.0.0.1:{port.group(1)}/metrics").text
     families = text_string_to_metric_families(text)
     return {family.name + ("_total" if family.type == "counter" else ""): family for family in families}
 

@@ -6,8 +6,8 @@ import os
 import sys
 from pathlib import Path
 
-import httpx
 import pytest
+from loopback_http import HTTP
 from mesh_stack import Process, Stack, stack
 from test_whole_mesh import free_port, wait_ready
 
@@ -49,6 +49,6 @@ def test_what_nodes_of_the_next_minor_version_say_is_understood(tiny: Path) -> N
         url = f"http://127.0.0.1:{port}"
         wait_ready(url)
         body = {"prompt": "x", "max_tokens": 30, "ignore_eos": True, "n": 2, "logprobs": 1}
-        answer = httpx.post(url + "/v1/completions", json=body, timeout=60)
+        answer = HTTP.post(url + "/v1/completions", json=body, timeout=60)
         assert answer.status_code == 200, answer.text
         assert answer.json()["usage"]["completion_tokens"] == 60

@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import msgspec
 import pytest
+from loopback_http import HTTP
 from mesh_stack import BusClient, Stack, stack, until
 from tiny_models import make_tiny_model, make_tokenizer
 
@@ -177,6 +177,6 @@ def test_what_came_out_is_what_was_asked_for(wanted: Outcomes) -> None:
 def preemptions(on: Stack) -> float:
     port = re.search(r"metrics on http://[^:]+:(\d+)/", on.processes[0].output())
     assert port is not None
-    text = httpx.get(f"http://127.0.0.1:{port.group(1)}/metrics").text
+    text = HTTP.get(f"http://127.0.0.1:{port.group(1)}/metrics").text
     [line] = [line for line in text.splitlines() if line.startswith("vllm:num_preemptions_total")]
     return float(line.rsplit(" ", 1)[1])

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from loopback_http import HTTP, NO_AUTHORITIES
 from mesh_stack import DEADLINE_S, Stack, stack
 from tiny_models import make_tokenizer
 from whole_mesh import SIMULATED, eventually, free_port
@@ -37,7 +38,7 @@ class TwoMeshes:
             "gateway", "--mesh", f"{EAST},{WEST}", "--model", f"chat={folder},code={folder}", "--mesh-away-s", "1",
             "--port", str(port),
         )  # fmt: skip
-        self.http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=DEADLINE_S)
+        self.http = httpx.Client(verify=NO_AUTHORITIES, base_url=f"http://127.0.0.1:{port}", timeout=DEADLINE_S)
 
     def serves(self, **body: object) -> bool:
         try:
@@ -49,7 +50,7 @@ class TwoMeshes:
         """Sequences that its scheduler has seen the end of."""
         port = re.search(r"metrics on http://[^:]+:(\d+)/", self.schedulers[mesh].output())
         assert port is not None
-        page = httpx.get(f"http://127.0.0.1:{port.group(1)}/metrics").text
+        page = HTTP.get(f"http://127.0.0.1:{port.group(1)}/metrics").text
         return read_metrics([page]).get("headrace_sequences_ended_total", 0.0)
 
     def home_of(self, prompt: str) -> str:

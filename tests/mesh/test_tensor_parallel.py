@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
+from loopback_http import HTTP
 from tiny_models import make_tiny_model
 from whole_mesh import FLOAT32, Mesh, eventually, running_mesh
 
@@ -42,7 +42,7 @@ def followers_of(pid: int) -> list[int]:
 
 def streamed(mesh: Mesh, begun: list[int]) -> str:
     body = {"model": mesh.model, **STREAM}
-    with httpx.stream("POST", mesh.url + "/v1/completions", json=body, timeout=START_S) as reply:
+    with HTTP.stream("POST", mesh.url + "/v1/completions", json=body, timeout=START_S) as reply:
         text = ""
         for line in reply.iter_lines():
             event = line.removeprefix("data: ")

@@ -17,6 +17,7 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
+from loopback_http import HTTP
 from mesh_stack import DEADLINE_S, Stack, stack
 from otlp_receiver import attributes, otlp_receiver
 from tiny_models import make_tiny_model
@@ -51,12 +52,12 @@ def wait_ready(url: str, status: int = 200) -> None:
     deadline = time.monotonic() + DEADLINE_S
     while True:
         try:
-            if httpx.get(url + "/ready").status_code == status:
+            if HTTP.get(url + "/ready").status_code == status:
                 return
         except httpx.TransportError:
             pass  # not listening yet
         assert time.monotonic() < deadline, f"{url}/ready is not {status}"
-        time.sleep(0.02)
+        time.sleep(0.05)  # a start takes seconds of CPU, and so would asking for its end all the time
 
 
 @pytest.fixture(scope="module")
@@ -118,10 +119,10 @@ def test_official_async_client_many_at_once(tiny_url: str) -> None:
 
 def test_n_choices_differ_and_repeat(tiny_url: str) -> None:
     body = {"prompt": "a prompt of about seventeen bytes", "n": 4, "temperature": 1.0, "seed": 7, "max_tokens": 12}
-    first = httpx.post(tiny_url + "/generate", json=body, timeout=60).json()["text"]
-    second = httpx.post(tiny_url + "/generate", json=body, timeout=60).json()["text"]
+    first = HTTP.post(tiny_url + "/generate", json=body, timeout=60).json()["text"]
+    second = HTTP.post(tiny_url + "/generate", json=body, timeout=60).json()["text"]
     assert first == second and len(first) == 4 and len(set(first)) > 1
-    greedy = httpx.post(tiny_url + "/generate", json=body | {"temperature": 0}, timeout=60).json()["text"]
+    greedy = HTTP.post(tiny_url + "/generate", json=body | {"temperature": 0}, timeout=60).json()["text"]
     assert len(set(greedy)) == 1
 
 
@@ -131,7 +132,7 @@ def test_a_client_that_leaves_frees_the_memory(tiny_url: str, tiny: Path) -> Non
         before = running(mesh)
         assert before == 0
         for _ in range(5):
-            with httpx.stream(
+            with HTTP.stream(
                 "POST", url + "/v1/completions",
                 json={"prompt": "x", "max_tokens": 2000, "ignore_eos": True, "stream": True}, timeout=60,
             ) as response:  # fmt: skip
@@ -176,7 +177,7 @@ def test_one_trace_through_gateway_queue_prefill_and_decode(tiny: Path) -> None:
             worker=("--dtype", "float32", "--kv-cache-memory", "4MiB", "--threads", "1"),
         )  # fmt: skip
         caller = "b7ad6b7169203331"
-        reply = httpx.post(
+        reply = HTTP.post(
             url + "/v1/completions",
             json={"model": "m", "prompt": "hello", "max_tokens": 9, "ignore_eos": True, "temperature": 0},
             headers={"traceparent": f"00-{TRACE_ID}-{caller}-01"}, timeout=60,
@@ -205,14 +206,14 @@ def test_a_stream_waits_for_a_worker_in_the_place_of_the_killed_one(tiny: Path) 
     body = {"prompt": "x", "max_tokens": 400, "ignore_eos": True, "seed": 5}
     with stack() as mesh:
         url = serve(mesh, tiny, worker=simulated)
-        whole = httpx.post(url + "/v1/completions", json=body, timeout=60).json()["choices"][0]["text"]
+        whole = HTTP.post(url + "/v1/completions", json=body, timeout=60).json()["choices"][0]["text"]
         streamed = body | {"stream": True}
-        with httpx.stream("POST", url + "/v1/completions", json=streamed, timeout=120) as response:
+        with HTTP.stream("POST", url + "/v1/completions", json=streamed, timeout=120) as response:
             lines = response.iter_lines()
             first = next(lines)
             mesh.processes[1].kill()
             wait_ready(url, 503)
-            refused = httpx.post(url + "/v1/completions", json={"prompt": "x"}, timeout=60)
+            refused = HTTP.post(url + "/v1/completions", json={"prompt": "x"}, timeout=60)
             assert refused.status_code == 503 and int(refused.headers["retry-after"]) >= 1
             mesh.start("worker", "--model", "x", "--served-model-name", "m", *simulated)
             events = [line.removeprefix("data: ") for line in (first, *lines) if line]
@@ -247,7 +248,7 @@ def test_short_requests_do_not_wait_for_a_long_one(real_url: str) -> None:
 
     def ask(max_tokens: int) -> str:
         body = {"prompt": prompts[max_tokens], "max_tokens": max_tokens, "temperature": 0.0, "ignore_eos": True}
-        reply = httpx.post(real_url + "/generate", content=json.dumps(body), timeout=300)
+        reply = HTTP.post(real_url + "/generate", content=json.dumps(body), timeout=300)
         with lock:
             order.append(max_tokens)
         return str(reply.json()["text"][0])

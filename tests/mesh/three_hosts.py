@@ -17,6 +17,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from loopback_http import HTTP
 from mesh_stack import Process
 from whole_mesh import eventually
 
@@ -126,7 +127,7 @@ class ThreeHosts:
     def wait_ready(self, workers: int) -> None:
         def ready() -> bool:
             try:
-                return httpx.get(f"{self.url}/ready", timeout=5).status_code == 200 and self.workers() == workers
+                return HTTP.get(f"{self.url}/ready", timeout=5).status_code == 200 and self.workers() == workers
             except httpx.TransportError:
                 return False
 
@@ -136,7 +137,7 @@ class ThreeHosts:
         """Of a service; empty as long as it does not answer."""
         url = re.search(r"metrics on (http://[^/]+/metrics)", process.output())
         try:
-            return read_metrics([httpx.get(url.group(1), timeout=2).text]) if url is not None else {}
+            return read_metrics([HTTP.get(url.group(1), timeout=2).text]) if url is not None else {}
         except httpx.TransportError:
             return {}
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from loopback_http import HTTP, NO_AUTHORITIES
 from mesh_stack import DEADLINE_S, BusClient, Process, Stack, until
 from test_whole_mesh import free_port
 
@@ -23,6 +24,7 @@ from headrace.parent_death import die_with_parent
 VOCAB_SIZE = 320
 SIMULATED = ("--simulate", "--simulate-vocab-size", str(VOCAB_SIZE), "--simulate-token-us", "1")
 FLOAT32 = ("--dtype", "float32", "--threads", "1")
+START_POLL_S = 0.05  # a start takes seconds of CPU, and so would asking for its end all the time
 BYTES_PER_BLOCK = 2 * 2 * 2 * 16 * 4 * 16  # key and value, layers, KV heads, head size, float32, tokens
 
 
@@ -74,6 +76,7 @@ class Mesh:
         self.http = httpx.Client(
             base_url=self.url,
             timeout=DEADLINE_S,
+            verify=NO_AUTHORITIES,
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
         )
 
@@ -102,7 +105,7 @@ class Mesh:
             return False
 
     def wait_ready(self, wanted: bool = True) -> None:
-        eventually(lambda: self.ready() == wanted, f"readiness {wanted}")
+        eventually(lambda: self.ready() == wanted, f"readiness {wanted}", every_s=START_POLL_S)
 
     def post(self, path: str = "/v1/completions", **body: Any) -> httpx.Response:
         return self.http.post(path, json={"model": self.model, **body})
@@ -131,7 +134,7 @@ class Mesh:
         over them by name alone."""
         port = re.search(r"metrics on http://[^:]+:(\d+)/", process.output())
         assert port is not None, process.output()
-        return read_metrics([httpx.get(f"http://127.0.0.1:{port.group(1)}/metrics").text])
+        return read_metrics([HTTP.get(f"http://127.0.0.1:{port.group(1)}/metrics").text])
 
     def quiet(self) -> bool:
         """O5: nothing runs, nothing waits, no block is in use, by the gauges, without new traffic to refresh them."""
@@ -157,11 +160,13 @@ class Mesh:
         return asyncio.run(body())
 
 
-def eventually(condition: Callable[[], object], what: str, deadline_s: float = DEADLINE_S) -> None:
+def eventually(
+    condition: Callable[[], object], what: str, deadline_s: float = DEADLINE_S, every_s: float = 0.01
+) -> None:
     deadline = time.monotonic() + deadline_s
     while not condition():
         assert time.monotonic() < deadline, f"not within {deadline_s:g} s: {what}"
-        time.sleep(0.01)
+        time.sleep(every_s)
 
 
 def at_once(calls: list[Callable[[], Any]]) -> list[Any]:

@@ -11,6 +11,7 @@ from contextlib import ExitStack, closing
 
 import httpx
 import pytest
+from loopback_http import HTTP
 from prometheus_client import CollectorRegistry, Counter
 
 from observability.listener import MOST_CONNECTIONS, InternalListener, Page
@@ -28,7 +29,7 @@ def listener() -> Iterator[InternalListener]:
 
 
 def get(listener: InternalListener, path: str, method: str = "GET") -> httpx.Response:
-    return httpx.request(method, f"http://127.0.0.1:{listener.port}{path}", timeout=20)
+    return HTTP.request(method, f"http://127.0.0.1:{listener.port}{path}", timeout=20)
 
 
 def test_metrics_and_pages(listener: InternalListener) -> None:
