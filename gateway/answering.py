@@ -10,7 +10,6 @@ import asyncio
 import logging
 import time
 
-from opentelemetry.trace import SpanKind
 from starlette.types import Receive, Scope, Send
 
 from gateway.access import access_of
@@ -87,7 +86,7 @@ class AnswerApp:
                 names.REQUEST_MODEL: model,
                 names.CLIENT_REQUEST_ID: request_id(scope),
             },
-            SpanKind.SERVER,
+            server=True,
         )
         flight = Flight(time.monotonic(), models.first.metrics)
         visit = Visit(request_id(scope), arrival_ns, flight, span, [id_header(scope)], model)

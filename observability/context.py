@@ -20,3 +20,9 @@ def trace_id(traceparent: str) -> str:
 def is_sampled(traceparent: str) -> bool:
     """True if a ``traceparent`` is valid and carries the sampled flag."""
     return trace_id(traceparent) != "" and bool(int(traceparent[53:55], 16) & 1)
+
+
+def passed_on(traceparent: str) -> str:
+    """What a service that records nothing of a request sends on of the ``traceparent`` that came with it: the same
+    parent, in the form that we know (W3C 3.3), or nothing of what is not valid."""
+    return f"00-{traceparent[3:55]}" if trace_id(traceparent) else ""

@@ -79,6 +79,13 @@ def test_runs_without_torch(module: str) -> None:
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=120)
 
 
+@pytest.mark.parametrize("module", ["scheduler.__main__", "gateway.service", "worker.__main__"])
+def test_a_start_does_not_import_what_only_traces_or_a_real_model_need(module: str) -> None:
+    heavy = {"opentelemetry", "transformers", "torch", "sympy", "pandas"}
+    code = f"import sys, {module}; assert not {heavy} & set(sys.modules), {heavy} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=120)
+
+
 def test_the_core_needs_neither_torch_nor_nats() -> None:
     code = (
         "import sys; import scheduler.core.core\n"

@@ -12,7 +12,7 @@ import pytest
 from observability.context import is_sampled, trace_id
 from observability.logs import _JsonFormatter, _TextFormatter, about
 from observability.loop_lag import watch_loop_lag
-from observability.tracing import SLOW, STEPS_PER_TRACED_REQUEST, StepSampler
+from observability.tracing import SLOW, STEPS_PER_TRACED_REQUEST, StepSampler, Tracing
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 SPAN = "b7ad6b7169203331"
@@ -36,6 +36,28 @@ SPAN = "b7ad6b7169203331"
 )
 def test_trace_contexts_are_read_as_w3c_says(traceparent: str, trace: str, sampled: bool) -> None:
     assert (trace_id(traceparent), is_sampled(traceparent)) == (trace, sampled)
+
+
+@pytest.mark.parametrize(
+    ("came", "goes_on"),
+    [
+        (f"00-{TRACE}-{SPAN}-01", f"00-{TRACE}-{SPAN}-01"),
+        (f"00-{TRACE}-{SPAN}-00", f"00-{TRACE}-{SPAN}-00"),
+        (f"cc-{TRACE}-{SPAN}-03-what-is-to-come", f"00-{TRACE}-{SPAN}-03"),
+        (f"00-{TRACE}-{SPAN}-01-more", ""),
+        ("", ""),
+    ],
+)
+def test_without_an_endpoint_a_context_is_passed_on_and_nothing_recorded(came: str, goes_on: str) -> None:
+    tracing = Tracing("gateway", "g", "", 1.0)
+    span = tracing.start("request", 1, came, {"a": 1}, server=True)
+    assert span.traceparent == goes_on
+    span.rename("other")
+    span.set({"b": 2})
+    span.end(2, "error")
+    tracing.record("queue", 1, 2, came)
+    tracing.record_linked("step", 1, 2, [came], {})
+    tracing.shutdown()
 
 
 def test_every_nth_step_is_kept() -> None:
