@@ -118,7 +118,7 @@ class Fleet:
         self._total = _NOTHING  # of those
         self._unmeasured: dict[str, None] = {}  # of those in ``loads``
         self._capacities: list[Capacity] | None = None
-        self._left: dict[str, tuple[int, list[CoreSequence]]] = {}  # worker -> (its next step, what is left to it)
+        self._left: dict[str, tuple[tuple[int, int], list[CoreSequence]]] = {}  # worker -> (its next plan, those)
         self._waited_for: dict[str, None] = {}  # of those, for which something was parked
 
     def __len__(self) -> int:
@@ -177,16 +177,16 @@ class Fleet:
     def left_to(self, sequence: CoreSequence) -> Load | None:
         """To whom the sequence is left, if that one has not planned since and still takes newcomers."""
         load = self.loads.get(sequence.left_to)
-        return load if load is not None and load.worker.next_step == sequence.left_step else None
+        return load if load is not None and load.worker.next_plan == sequence.left_plan else None
 
     def leave_to(self, name: str, sequence: CoreSequence) -> None:
         """The sequence is left to a worker of ``loads``, and counts among its load until it has planned."""
         load = self.loads[name]
-        step = load.worker.next_step
-        sequence.left_to, sequence.left_step = name, step
-        if self._left.get(name, (0, []))[0] != step:
+        plan = load.worker.next_plan
+        sequence.left_to, sequence.left_plan = name, plan
+        if name not in self._left or self._left[name][0] != plan:
             self._give_back(name)
-            self._left[name] = step, []
+            self._left[name] = plan, []
         self._left[name][1].append(sequence)
         self._leave(name)
         load.give(sequence)
@@ -228,10 +228,10 @@ class Fleet:
         assert self.least_busy == sorted((load.weight, name) for name, load in self.loads.items())
         assert self.roomiest == sorted((load.room, name) for name, load in self.loads.items())
         assert self.loads.keys() <= self.workers.keys() and set(self.names) <= self.workers.keys()
-        for name, (step, left) in self._left.items():
+        for name, (plan, left) in self._left.items():
             parked = any(sequence.parked and sequence.left_to == name for sequence in left)
             assert not parked or name in self._waited_for
-            assert not parked or (self.loads[name].worker.next_step == step and len(self.workers) > 1)
+            assert not parked or (self.loads[name].worker.next_plan == plan and len(self.workers) > 1)
         assert self.rows == sum(load.rows - load.given for load in self.loads.values())
         assert (self.holders is not None) == (len(self.workers) > COMPARED)
         if self.holders is not None:
@@ -264,8 +264,8 @@ class Fleet:
         speed = worker.speed_us()
         self._count_speed(name, speed)
         self._leave(name)
-        step, left = self._left.get(name, (0, []))
-        if step != worker.next_step:
+        plan, left = self._left.get(name, ((0, 0), []))
+        if plan != worker.next_plan:
             self._give_back(name)
             left = []
         slots = self._slots(worker)
@@ -274,7 +274,7 @@ class Fleet:
         else:
             load = _load_of(worker, slots)
             for sequence in left:
-                if sequence.status is Status.WAITING and (sequence.left_to, sequence.left_step) == (name, step):
+                if sequence.status is Status.WAITING and (sequence.left_to, sequence.left_plan) == (name, plan):
                     load.give(sequence)
             self._enter(load, speed)
         if speed is not None:

@@ -129,10 +129,9 @@ class Placing:
             if left_to is not None and _patient(sequence, left_to, now):
                 names[left_to.worker.name] = None
                 continue
-            name, step = sequence.asked_for
-            asked = self._fleet.loads.get(name) if name else None
-            if asked is not None and asked.worker.next_step == step and _patient(sequence, asked, now):
-                names[name] = None
+            asked = self._fleet.loads.get(sequence.asked) if sequence.asked else None
+            if asked is not None and asked.worker.next_plan == sequence.asked_plan and _patient(sequence, asked, now):
+                names[sequence.asked] = None
                 given.append((asked, sequence))
                 continue
             for load, earlier in given:
@@ -147,7 +146,7 @@ class Placing:
             others = others or not _patient(sequence, chosen, now)
             self._give(chosen, sequence)
             names[chosen.worker.name] = None
-            sequence.asked_for = chosen.worker.name, chosen.worker.next_step
+            sequence.asked, sequence.asked_plan = chosen.worker.name, chosen.worker.next_plan
         return list(names), others
 
     def _begin(self, worker: WorkerState) -> None:

@@ -93,9 +93,10 @@ class Sequence:
     bypasses: int = 0  # sequences admitted past it since
     left_since: int = 0  # when a worker that might have taken it first left it to another one
     left_to: str = ""  # that other one, or to whom it was left later
-    left_step: int = 0  # its next step at that time
+    left_plan: tuple[int, int] = (0, 0)  # its next plan at that time
     parked: bool = False  # the queue shows it to nobody else meanwhile
-    asked_for: tuple[str, int] = ("", 0)  # the worker, and its next step, that is the first to be asked to take it
+    asked: str = ""  # the worker that is the first to be asked to take it
+    asked_plan: tuple[int, int] = (0, 0)  # its next plan when it was chosen
     began: int = 0  # generated tokens that it was submitted with
     charged: int = 0  # generated tokens that its tenant was charged for
     expected: int = 0  # generated tokens it is expected to end with, as last looked up

@@ -317,6 +317,11 @@ class WorkerState:
         return token, step, max(0.0, self.predictor.decode_us(rows + 1) - step)
 
     @property
+    def next_plan(self) -> tuple[int, int]:
+        """Which one comes next. No later process of the same name, and no later batch of this one, has the same."""
+        return self.incarnation, self.next_step
+
+    @property
     def has_work(self) -> bool:
         """Whether it may have something to plan, but for what waits in its queue."""
         return bool(

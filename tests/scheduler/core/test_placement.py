@@ -103,6 +103,27 @@ def test_nothing_is_left_to_others_for_longer_than_the_bound() -> None:
     box.assert_tokens_right()
 
 
+def test_what_was_left_to_a_worker_is_not_taken_to_be_left_to_the_next_of_its_name() -> None:
+    """That one counts its steps from the same one on."""
+    box = Box(limits(), workers=2, num_blocks=400)
+    for index in range(6):
+        box.submit(request(f"r{index}", prompt=[7 * index + step for step in range(20)], arrival_ns=index))
+    box.now += MS
+    box.plan("w0")
+    queue = box.core.queues[box.core.workers["w1"].serves]
+    assert {one.left_to for one in queue} == {"w1"} and queue.num_parked == len(queue) > 0
+    box.add_worker("w1", capacity(num_blocks=400), incarnation=2)
+    assert not queue.num_parked
+    box.apply(box.execute("w0"))
+    box.now += MS
+    box.plan("w0")
+    box.core.check()
+    ask_all(box)
+    assert not queue
+    box.run()
+    box.assert_tokens_right()
+
+
 @pytest.mark.parametrize("change", ["slots", "memory", "draining", "gone"])
 def test_a_worker_that_cannot_take_it_now_holds_nobodys_place(change: str) -> None:
     box = Box(limits(max_num_seqs=2), workers=2, num_blocks=60, max_model_len=200)
