@@ -8,6 +8,7 @@ import time
 from dataclasses import dataclass
 
 from scheduler.context import LeadContext
+from scheduler.core.roles import other_weights
 from scheduler.known_workers import KnownWorkers
 from scheduler.pacing import WorkerLink
 from shared.bus import BusTimeout, BusUnavailable, NoResponder
@@ -171,8 +172,22 @@ class Workers:
             "worker %s is ready: %s, %d blocks%s", worker, capacity.model, capacity.num_blocks,
             f", {len(cached):,} of them with a prefix cache from before" if cached else "",
         )  # fmt: skip
+        self._compare(worker)
         context.beat()
         context.plans.pump(worker)
+
+    def _compare(self, name: str) -> None:
+        """Say so where another worker has other weights under the same name: they may answer differently."""
+        core = self._context.core
+        worker = core.workers[name]
+        for other in core.workers_of(worker.capacity.model, worker.serves.pool):
+            what = other_weights(worker.capacity, other.capacity)
+            if what:
+                log.warning(
+                    "worker %s has other weights than worker %s for %s: answers may differ, and neither takes the other's "
+                    "KV blocks", name, other.name, what,
+                )  # fmt: skip
+                return
 
     def _pages_of(self, snapshot: PageSnapshot) -> list[tuple[int, bytes]]:
         """(page, hash); none of them if the two lists do not fit together."""

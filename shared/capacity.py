@@ -35,6 +35,8 @@ class Capacity(Message, frozen=True):
     role: Role = Role.MIXED  # to begin with: a planner may give it another
     transfer: list[str] = []  # where others may fetch its KV blocks from, the quickest way first; empty: nowhere
     adapters: list[str] = []  # LoRA adapters that it can run, by name
+    weights: str = ""  # a digest that tells them from others under the model's name; empty: not told
+    adapter_weights: list[str] = []  # the same of each adapter, in their order
 
 
 class PoolInfo(Message, frozen=True):

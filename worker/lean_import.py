@@ -19,6 +19,8 @@ from unittest import mock
 
 import torch
 
+from shared.transformers_models import import_models
+
 COMPILER = "torch._dynamo"
 INDEXING = f"{COMPILER}._trace_wrapped_higher_order_op"
 DECORATORS = ("allow_in_graph", "assume_constant_result", "disable")
@@ -47,6 +49,7 @@ def import_transformers() -> None:
     indexing.TransformGetItemToIndex = _indexing  # type: ignore[attr-defined]
     sys.modules[INDEXING] = indexing
     try:
+        import_models()
         import transformers.masking_utils
         import transformers.modeling_utils  # noqa: F401
     finally:

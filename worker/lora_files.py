@@ -21,6 +21,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from shared.lifecycle import StartupError
+from worker.fingerprint import fingerprint
 from worker.lora_names import CONFIG, check_folders, refusal
 
 WEIGHTS = "adapter_model.safetensors"
@@ -68,6 +69,15 @@ class Adapter:
     def rank(self) -> int:
         """The greatest of its matrices."""
         return max(len(change.down) for change in self.changes.values())
+
+    @property
+    def fingerprint(self) -> str:
+        """Tells its matrices from those of another one under the same name."""
+        return fingerprint(
+            (f"{path}.{name}", matrix)
+            for path, change in sorted(self.changes.items())
+            for name, matrix in (("down", change.down), ("up", change.up))
+        )
 
 
 def read_adapter(name: str, path: str, dtype: torch.dtype) -> Adapter:

@@ -20,6 +20,7 @@ from observability.startup import start_up
 from shared.lifecycle import StartupError
 from worker import attention, decoder, decoder_trial, experts, lora
 from worker.admissible import TrialPass, check_config, rope_limit
+from worker.fingerprint import fingerprint
 from worker.linear import MIN_ROWS, can_pack, pack_linears
 from worker.lora_files import Adapter, check_fits, read_adapter
 from worker.parallel.ranks import mine
@@ -64,6 +65,8 @@ class LoadedModel:
     device: torch.device
     native: Native | None = None
     adapters: tuple[str, ...] = ()  # LoRA adapters, which the module runs
+    weights: str = ""  # their fingerprint; empty: they are divided over ranks
+    adapter_weights: tuple[str, ...] = ()  # the adapters'
 
     def describe(self, kernel: str, threads: int) -> str:
         """The line printed at start: what runs it, in which type."""
@@ -120,6 +123,7 @@ def load_model(
     module.to(target)
     module.eval().requires_grad_(False)
     check_fits(module, tuned)
+    weights = fingerprint(module.named_parameters(), quantize) if mine() is None else ""
     start_up.ended("weights")
     reason, tried = _not_native(model, module, kind, target, library, block_size)
     if reason and quantize != "none":
@@ -163,6 +167,8 @@ def load_model(
         device=target,
         native=native,
         adapters=tuple(adapter.name for adapter in tuned),
+        weights=weights,
+        adapter_weights=tuple(adapter.fingerprint for adapter in tuned),
     )
 
 

@@ -7,6 +7,7 @@ import os
 from kernels.cpu import library as cpu_library
 from observability.startup import start_up
 from shared.lifecycle import StartupError
+from shared.transformers_models import import_models
 
 
 def import_torch(one_process: bool = True) -> None:
@@ -29,3 +30,5 @@ def import_torch(one_process: bool = True) -> None:
         from worker.lean_import import import_transformers
 
         import_transformers()
+    else:
+        import_models()

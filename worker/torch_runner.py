@@ -92,6 +92,8 @@ class TorchRunner:
             kv_bytes_per_token=size.bytes_per_token,
             host_blocks=host_blocks,
             adapters=list(model.adapters),
+            weights=model.weights,
+            adapter_weights=list(model.adapter_weights),
         )
         self._adapters = frozenset(model.adapters)
         self.module_threads = 0  # of passes module by module, where the rest of torch's work has fewer; 0: as all of it

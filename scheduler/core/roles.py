@@ -14,7 +14,32 @@ def can_fetch(target: WorkerState, source: WorkerState) -> bool:
     Of a worker that offers none itself nobody knows whether it can fetch: it may be of a version that can't.
     """
     offered = source.capacity.transfer and target.capacity.transfer
-    return bool(offered) and _form(target.capacity) == _form(source.capacity)
+    same = _alike(source.capacity.weights, target.capacity.weights)
+    return bool(offered) and same and _form(target.capacity) == _form(source.capacity)
+
+
+def same_adapter(target: WorkerState, source: WorkerState, adapter: str) -> bool:
+    """True if the adapter is the same at both, as far as they tell; so is none."""
+    return _alike(*(_weights_of(one.capacity, adapter) for one in (target, source)))
+
+
+def other_weights(one: Capacity, other: Capacity) -> str:
+    """The model or the first adapter for which the two tell of different weights; empty: none."""
+    if not _alike(one.weights, other.weights):
+        return f"model {one.model!r}"
+    for name in one.adapters:
+        if name in other.adapters and not _alike(_weights_of(one, name), _weights_of(other, name)):
+            return f"adapter {name!r}"
+    return ""
+
+
+def _weights_of(capacity: Capacity, adapter: str) -> str:
+    return dict(zip(capacity.adapters, capacity.adapter_weights, strict=False)).get(adapter, "")
+
+
+def _alike(one: str, other: str) -> bool:
+    """Whether digests of weights are equal. One that is not told, as of an older worker, is taken to be."""
+    return one == other or not (one and other)
 
 
 def settle_newcomers(workers: Iterable[WorkerState]) -> list[WorkerState]:

@@ -15,7 +15,7 @@ from scheduler.core.draft import PlanDraft
 from scheduler.core.events import CoreEvent, Counters, Moved, NotMoved
 from scheduler.core.limits import Limits
 from scheduler.core.move import LAST_BLOCKS, LATE_FETCHES, MOST_PAGES, Move, Why
-from scheduler.core.roles import can_fetch
+from scheduler.core.roles import can_fetch, same_adapter
 from scheduler.core.sequence import Sequence, Status, pages_for
 from scheduler.core.suspects import Suspects
 from scheduler.core.worker_state import Placement, PlanInFlight, WorkerState
@@ -155,6 +155,7 @@ class Transfers:
             and target.occupied < self._limits.batch_slots(target.capacity)
             and len(target.arriving) < self._limits.max_arrivals
             and can_fetch(target, source)
+            and same_adapter(target, source, sequence.submit.adapter)
             and target.can_hold(sequence)
         )
 

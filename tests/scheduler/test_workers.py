@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 
+import msgspec
 import pytest
 from in_process_bus import LoseFirst
 from mesh_stack import until
@@ -75,6 +77,30 @@ def test_no_plan_is_made_before_the_pages_are_told() -> None:
         await mesh.ended("r")
 
     run(scenario)
+
+
+def test_workers_with_other_weights_under_one_name_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    """As when a model or an adapter is rolled out worker by worker: what differs is said once for each that comes."""
+
+    async def scenario(mesh: ServiceMesh) -> None:
+        a = await mesh.scheduler()
+        kinds = {
+            "w0": {"weights": "x", "adapters": ["p"], "adapter_weights": ["1"]},
+            "w1": {"weights": "x", "adapters": ["q", "p"], "adapter_weights": ["0", "1"]},
+            "w2": {"weights": "x", "adapters": ["p"], "adapter_weights": ["2"]},
+            "w3": {"weights": "y"},
+            "w4": {},
+        }
+        for count, (name, told) in enumerate(kinds.items(), 1):
+            await mesh.worker(name, runner=SimulatedRunner(msgspec.structs.replace(CAPACITY, **told), StepTime(300.0)))
+            await until(lambda count=count: len(a.workers) == count, name)  # type: ignore[misc]
+
+    with caplog.at_level(logging.WARNING, "headrace.scheduler"):
+        run(scenario)
+    said = [record.getMessage() for record in caplog.records if "other weights" in record.getMessage()]
+    assert len(said) == 2
+    assert "worker w2 has other weights than worker w0 for adapter 'p'" in said[0]
+    assert "worker w3 has other weights than worker w0 for model 'm'" in said[1]
 
 
 def test_a_reset_that_was_lost_comes_again() -> None:

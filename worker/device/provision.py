@@ -109,6 +109,8 @@ def device_runner(
         kv_dtype="" if storage == loaded.dtype else str(storage).removeprefix("torch."),
         max_batched_tokens=room.step_tokens,
         adapters=list(loaded.adapters),
+        weights=loaded.weights,
+        adapter_weights=list(loaded.adapter_weights),
     )
     start_up.ended("KV cache")
     how = "module by module" if loaded.module is not None else "fused"

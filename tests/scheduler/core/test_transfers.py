@@ -15,7 +15,7 @@ from scheduler.core.sequence import Sequence
 from scheduler.core.step_time import PlannedWork
 from scheduler.core.transfers import LOOKED_AT, MOST_PACES, Transfers
 from scheduler.core.worker_state import WorkerState
-from shared.messages import Role
+from shared.messages import Capacity, Role
 
 PREFILL, DECODE, MIXED = Role.PREFILL, Role.DECODE, Role.MIXED
 ROOMY = Limits(max_num_seqs=8, max_num_batched_tokens=32, prefill_chunk_limit=16)
@@ -447,4 +447,39 @@ def test_a_worker_without_room_is_not_asked_again_with_every_plan_of_the_others(
     planned = len([plan for plan in box.plans if plan.worker == "w1"])
     assert any(looks) and 0 < looks.count(False) <= planned
     assert sum(one.remaining <= 1 for one in box.core.workers["w0"].running) > 2, "they decode where they are"
+    finished(box)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "adapter", "moves"),
+    [
+        ({"weights": "x"}, {"weights": "x"}, "", True),
+        ({"weights": "x"}, {}, "", True),
+        ({"weights": "x"}, {"weights": "y"}, "", False),
+        ({"adapter_weights": ["p"]}, {"adapter_weights": ["p"]}, "a", True),
+        ({"adapter_weights": ["p"]}, {"adapter_weights": ["q"]}, "a", False),
+        ({"adapter_weights": ["p"]}, {"adapter_weights": ["q"]}, "", True),
+    ],
+)
+def test_blocks_of_other_weights_under_the_same_name_are_not_taken(
+    first: dict[str, object], second: dict[str, object], adapter: str, moves: bool
+) -> None:
+    """As in the middle of a roll-out: both serve, and nobody goes on from what other weights have computed."""
+
+    class Box(MovingBox):
+        def add_worker(self, name: str, cap: Capacity, incarnation: int = 1) -> None:
+            told = {"adapters": ["a"], **{"w0": first, "w1": second}[name]}
+            super().add_worker(name, msgspec.structs.replace(cap, **told), incarnation)
+
+    box = Box(ROOMY, roles=(MIXED, MIXED), num_blocks=64)
+    box.submit(request("r", 20, 40, adapter=adapter))
+    while not box.delivered.get(("r", 0)):
+        rounds(box, 1)
+    (at,) = [worker.name for worker in box.core.workers.values() if worker.running]
+    box.hand_over(at)
+    for _ in range(30):
+        rounds(box, 1)
+        box.hand_over(at)
+    assert bool(moved(box)) is moves
+    assert any(isinstance(one, Failed) and one.kind == "moved" for one in box.events) is not moves
     finished(box)
