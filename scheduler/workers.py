@@ -184,8 +184,8 @@ class Workers:
             what = other_weights(worker.capacity, other.capacity)
             if what:
                 log.warning(
-                    "worker %s has other weights than worker %s for %s: answers may differ, and neither takes the other's "
-                    "KV blocks", name, other.name, what,
+                    "worker %s has other weights than worker %s for %s: answers may differ, and neither takes KV "
+                    "blocks from the other", name, other.name, what,
                 )  # fmt: skip
                 return
 
