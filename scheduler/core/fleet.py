@@ -116,6 +116,7 @@ class Fleet:
         self.holders: Holders | None = None  # kept where not all are compared
         self._speeds: dict[str, tuple[float, float, float]] = {}
         self._total = _NOTHING  # of those
+        self.openings = 0  # how often one came among them that had nothing in hand
         self._unmeasured: dict[str, None] = {}  # of those in ``loads``
         self._capacities: list[Capacity] | None = None
         self._left: dict[str, tuple[tuple[int, int], list[CoreSequence]]] = {}  # worker -> (its next plan, those)
@@ -263,6 +264,7 @@ class Fleet:
         name = worker.name
         speed = worker.speed_us()
         self._count_speed(name, speed)
+        known = self.loads.get(name)
         self._leave(name)
         plan, left = self._left.get(name, ((0, 0), []))
         if plan != worker.next_plan:
@@ -273,6 +275,7 @@ class Fleet:
             self.show(name)
         else:
             load = _load_of(worker, slots)
+            self.openings += not load.waits and (known is None or known.waits)
             for sequence in left:
                 if sequence.status is Status.WAITING and (sequence.left_to, sequence.left_plan) == (name, plan):
                     load.give(sequence)

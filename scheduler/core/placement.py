@@ -129,8 +129,8 @@ class Placing:
             if left_to is not None and _patient(sequence, left_to, now):
                 names[left_to.worker.name] = None
                 continue
-            asked = self._fleet.loads.get(sequence.asked) if sequence.asked else None
-            if asked is not None and asked.worker.next_plan == sequence.asked_plan and _patient(sequence, asked, now):
+            asked = self._asked(sequence) if sequence.asked else None
+            if asked is not None and _patient(sequence, asked, now):
                 names[sequence.asked] = None
                 given.append((asked, sequence))
                 continue
@@ -146,8 +146,15 @@ class Placing:
             others = others or not _patient(sequence, chosen, now)
             self._give(chosen, sequence)
             names[chosen.worker.name] = None
-            sequence.asked, sequence.asked_plan = chosen.worker.name, chosen.worker.next_plan
+            sequence.asked, sequence.asked_at = chosen.worker.name, (chosen.worker.next_plan, self._fleet.openings)
         return list(names), others
+
+    def _asked(self, sequence: CoreSequence) -> Load | None:
+        """Whom an earlier asking chose, unless that one has planned, or another one came to have nothing in hand."""
+        load = self._fleet.loads.get(sequence.asked)
+        if load is None or sequence.asked_at != (load.worker.next_plan, self._fleet.openings):
+            return None
+        return load
 
     def _begin(self, worker: WorkerState) -> None:
         """The worker that looks counts as it stands now: it was last noted before its plan began."""

@@ -96,7 +96,7 @@ class Sequence:
     left_plan: tuple[int, int] = (0, 0)  # its next plan at that time
     parked: bool = False  # the queue shows it to nobody else meanwhile
     asked: str = ""  # the worker that is the first to be asked to take it
-    asked_plan: tuple[int, int] = (0, 0)  # its next plan when it was chosen
+    asked_at: tuple[tuple[int, int], int] = ((0, 0), 0)  # its next plan then, and the openings of its fleet
     began: int = 0  # generated tokens that it was submitted with
     charged: int = 0  # generated tokens that its tenant was charged for
     expected: int = 0  # generated tokens it is expected to end with, as last looked up

@@ -124,6 +124,36 @@ def test_what_was_left_to_a_worker_is_not_taken_to_be_left_to_the_next_of_its_na
     box.assert_tokens_right()
 
 
+@pytest.mark.parametrize("comes", ["to rest", "new"])
+def test_who_comes_to_rest_is_asked_for_what_another_was_to_take(comes: str) -> None:
+    """That one is in the middle of a long step, or hangs."""
+    box = Box(limits(), workers=2, num_blocks=400, max_model_len=400)
+    box.add_worker("small", capacity(num_blocks=400, max_model_len=50))  # rests, and can never take it
+    for index in range(3):
+        box.submit(request(f"r{index}", prompt=prompt_of("r" * (1 + index), 60), max_tokens=3))
+    box.now += MS
+    ask_all(box)
+    hangs, other = sorted(("w0", "w1"), key=lambda name: len(box.core.workers[name].running))
+    assert sorted(running(box)) == [0, 1, 2]
+    while box.plan(hangs) is not None:
+        pass
+    result = box.execute(other)
+    while len(result.ended) < 2:
+        box.apply(result)
+        box.plan(other)
+        result = box.execute(other)
+    box.submit(request("long", prompt=prompt_of("long", 80), max_tokens=3))
+    assert box.core.whom_to_ask(["small"], box.now) == []
+    if comes == "to rest":
+        box.apply(result)
+    else:
+        other = "w2"
+        box.add_worker(other, capacity(num_blocks=400, max_model_len=400))
+    assert other in box.core.whom_to_ask(["small", other], box.now)
+    assert box.plan(other) is not None
+    assert box.core.sequences_of("long")[0].worker == other
+
+
 @pytest.mark.parametrize("change", ["slots", "memory", "draining", "gone"])
 def test_a_worker_that_cannot_take_it_now_holds_nobodys_place(change: str) -> None:
     box = Box(limits(max_num_seqs=2), workers=2, num_blocks=60, max_model_len=200)
