@@ -24,6 +24,7 @@ from gateway.parameters import Prompt
 from gateway.plain_text import PlainText
 from gateway.tool_template import ToolTemplate
 from shared.lifecycle import StartupError
+from shared.transformers_models import import_models
 
 log = logging.getLogger("headrace.gateway")
 
@@ -62,6 +63,7 @@ class PromptTokenizer:
         # Without torch transformers says at each start that models are not available; here none is wanted.
         os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+        import_models()
         from transformers import AutoTokenizer
 
         try:
