@@ -267,7 +267,7 @@ class SchedulerCore(MovingState):
             del self._tombstones[key]
         self._forget(now)
         if self._suspects:
-            self._suspects.expire(horizon, {request_id for request_id, req in self._requests.items() if req.live})
+            self._suspects.expire(horizon, set(self.live_requests()))
         events = self._drop_late(now) + self._transfers.expire(self.workers.values(), now)
         for state in self._queues.values():
             state.rate.observe(state.queue.left, len(state.queue) > 0, now)
