@@ -11,10 +11,10 @@ from typing import Any
 
 import httpx
 import pytest
+import whole_mesh
 from loopback_http import HTTP
 from mesh_stack import BusClient, Stack, stack, until
 from test_whole_mesh import serve
-from tiny_models import make_tiny_model
 
 from headrace.bench.probe import read_metrics
 
@@ -22,11 +22,6 @@ pytestmark = [pytest.mark.mesh, pytest.mark.timeout(600)]
 
 TIGHT_BLOCKS = 20
 BYTES_PER_BLOCK = 2 * 2 * 2 * 16 * 4 * 16  # key and value, layers, KV heads, head size, float32, tokens
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("tiny") / "model", seed=9)
 
 
 class Mesh:
@@ -76,16 +71,17 @@ def mesh(folder: Path, memory: str, *worker: str, scheduler: tuple[str, ...] = (
 
 
 @pytest.fixture(scope="module")
-def ample(folder: Path) -> Iterator[Mesh]:
-    yield from mesh(folder, "16MiB")
+def ample(torch_mesh: whole_mesh.Mesh) -> Mesh:
+    """The same model with memory for everything."""
+    return Mesh(torch_mesh.stack, torch_mesh.url)
 
 
 @pytest.fixture(scope="module", params=["recompute", "swap", "naive"])
-def tight(folder: Path, request: pytest.FixtureRequest) -> Iterator[Mesh]:
+def tight(tiny: Path, request: pytest.FixtureRequest) -> Iterator[Mesh]:
     """A pool that the load of these tests does not fit in. ``naive``: without foresight, so that much is preempted."""
     swap = ("--swap-space", "8MiB") if request.param == "swap" else ()
     scheduler = () if request.param == "recompute" else ("--no-growth-aware-admission", "--no-enable-prefix-caching")
-    yield from mesh(folder, str(TIGHT_BLOCKS * BYTES_PER_BLOCK), *swap, scheduler=scheduler)
+    yield from mesh(tiny, str(TIGHT_BLOCKS * BYTES_PER_BLOCK), *swap, scheduler=scheduler)
 
 
 @pytest.fixture(scope="module")
@@ -160,8 +156,8 @@ def test_b15_a_prompt_wholly_in_the_cache(ample: Mesh, length: int) -> None:
     assert len({text[0] for text in texts}) == 1
 
 
-def test_b18_chunk_boundaries(folder: Path, ample: Mesh) -> None:
-    for chunked in mesh(folder, "16MiB", scheduler=("--max-num-batched-tokens", "32", "--max-num-seqs", "8")):
+def test_b18_chunk_boundaries(tiny: Path, ample: Mesh) -> None:
+    for chunked in mesh(tiny, "16MiB", scheduler=("--max-num-batched-tokens", "32", "--max-num-seqs", "8")):
         for length in (31, 32, 33, 64, 65, 100):
             body = {"prompt": list(range(5, 5 + length)), "max_tokens": 9, "temperature": 0, "ignore_eos": True}
             beside = {"prompt": "a stream beside it", "max_tokens": 20, "temperature": 0, "ignore_eos": True}

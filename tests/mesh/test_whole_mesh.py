@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import httpx
 import openai
@@ -20,9 +21,11 @@ import pytest
 from loopback_http import HTTP
 from mesh_stack import DEADLINE_S, Stack, stack
 from otlp_receiver import attributes, otlp_receiver
-from tiny_models import make_tiny_model
 
 from headrace.models import ensure_default_model
+
+if TYPE_CHECKING:
+    from whole_mesh import Mesh
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(600)]
 
@@ -61,15 +64,9 @@ def wait_ready(url: str, status: int = 200) -> None:
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("tiny") / "model")
-
-
-@pytest.fixture(scope="module")
-def tiny_url(tiny: Path) -> Iterator[str]:
+def tiny_url(torch_mesh: Mesh) -> str:
     """A mesh with the tiny model, torch worker, float32."""
-    with stack() as mesh:
-        yield serve(mesh, tiny, worker=("--dtype", "float32", "--kv-cache-memory", "8MiB", "--threads", "1"))
+    return torch_mesh.url
 
 
 @pytest.fixture(scope="module")
