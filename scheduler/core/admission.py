@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Protocol
 
 from scheduler.core.draft import PlanDraft
 from scheduler.core.events import Counters
 from scheduler.core.fairness import VirtualTokenCounters
 from scheduler.core.lengths import OutputLengths
 from scheduler.core.limits import Limits
+from scheduler.core.looking import Look
 from scheduler.core.projection import Growing, Projection
 from scheduler.core.sequence import Lack, Sequence, pages_for
 from scheduler.core.suspects import Suspects
@@ -38,17 +38,6 @@ SHARED_PREFILL_TOKENS = 128
 the time of one step that only reads the weights."""
 
 Join = Callable[[WorkerState, Sequence, Placement, PlanDraft], None]
-
-
-class Look(Protocol):
-    """What a worker that looks at a queue leaves to others (see ``placement`` and ``lending``)."""
-
-    spent: bool  # it has its share: the look is over
-
-    def leaves(self, worker: WorkerState, sequence: Sequence, now: int, refused: bool = False) -> bool: ...
-
-    def park(self, sequence: Sequence) -> None:
-        """After the look: the one to whom the sequence is left sees it first."""
 
 
 class Admission:

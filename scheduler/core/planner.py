@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from scheduler.core.admission import Admission, Look
+from scheduler.core.admission import Admission
 from scheduler.core.draft import PlanDraft
 from scheduler.core.events import CoreEvent, Counters, Preempted
 from scheduler.core.limits import Limits
+from scheduler.core.looking import Look
 from scheduler.core.sequence import Lack, Sequence, Status, pages_for
 from scheduler.core.step_time import attention_pairs
 from scheduler.core.suspects import Suspects

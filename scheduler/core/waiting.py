@@ -184,23 +184,29 @@ class WaitingQueue:
                 yield sequence
                 index += 1
             return
-        turn = [(self._counter(tenant, fifo), tenant, 0) for tenant, fifo in tenants.items()]
+        turn = [
+            (self._fairness.counter(tenant) + self._parked_cost(tenant, fifo, 0), tenant, 0)
+            for tenant, fifo in tenants.items()
+        ]
         heapq.heapify(turn)
         while turn:
             counter, tenant, index = heapq.heappop(turn)
             sequence = tenants[tenant].at(index)
             if sequence is not None:
                 yield sequence
-                cost = 0
+                cost = self._parked_cost(tenant, tenants[tenant], index + 1)
                 # The blocked one came first, and was charged then or is not served now; a resume is never charged.
                 if sequence is not self.blocked and sequence.submit.attempt == 1:
-                    cost = self._fairness.input_cost(tenant, len(sequence.tokens))
+                    cost += self._fairness.input_cost(tenant, len(sequence.tokens))
                 heapq.heappush(turn, (counter + cost, tenant, index + 1))
 
-    def _counter(self, tenant: str, fifo: _Fifo) -> int:
-        """As if what is parked had been admitted: it is about to be."""
-        counter = self._fairness.counter(tenant)
-        return counter + self._fairness.input_cost(tenant, fifo.parked_tokens) if fifo.parked_tokens else counter
+    def _parked_cost(self, tenant: str, fifo: _Fifo, index: int) -> int:
+        """Before the open sequence ``index``, all that is parked counts as admitted, which it is about to be: before
+        the first one, but behind one that is older than all of it."""
+        oldest_is_open = fifo.keys[:1] == fifo.open[:1]
+        if not fifo.parked_tokens or index != oldest_is_open:
+            return 0
+        return self._fairness.input_cost(tenant, fifo.parked_tokens)
 
     def check(self) -> None:
         """Raise AssertionError unless what is parked agrees with who waits."""
