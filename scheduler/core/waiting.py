@@ -203,8 +203,7 @@ class WaitingQueue:
     def _parked_cost(self, tenant: str, fifo: _Fifo, index: int) -> int:
         """Before the open sequence ``index``, all that is parked counts as admitted, which it is about to be: before
         the first one, but behind one that is older than all of it."""
-        oldest_is_open = fifo.keys[:1] == fifo.open[:1]
-        if not fifo.parked_tokens or index != oldest_is_open:
+        if not fifo.parked_tokens or index != int(fifo.keys[:1] == fifo.open[:1]):
             return 0
         return self._fairness.input_cost(tenant, fifo.parked_tokens)
 

@@ -41,6 +41,23 @@ def test_waiting_raises_a_class() -> None:
     assert 5 < starts(box).index("batch") < 30
 
 
+@pytest.mark.parametrize("parked", [("b1", "b2"), ("b2", "b3")])
+def test_who_is_left_to_another_worker_counts_as_admitted_in_its_turn(parked: tuple[str, ...]) -> None:
+    """The others come in the order in which they would come with it: nobody stands behind who came later."""
+    box = Box(limits(), num_blocks=200)
+    for index, (tenant, number) in enumerate((tenant, number) for tenant in "ba" for number in range(1, 5)):
+        box.submit(request(f"{tenant}{number}", tenant=tenant, arrival_ns=index))
+    (queue,) = box.core.queues.values()
+    assert [one.request_id for one in queue.order(0)] == ["a1", "b1", "a2", "b2", "a3", "b3", "a4", "b4"]
+    for one in list(queue):
+        if one.request_id in parked:
+            queue.park(one, MS)
+    queue.check()
+    order = [one.request_id for one in queue.order(0)]
+    assert order == [one for one in ("a1", "b1", "a2", "b2", "a3", "b3", "a4", "b4") if one not in parked]
+    assert len(list(queue.order(MS))) == len(queue) == 8 and not queue.num_parked
+
+
 def test_a_tenant_that_floods_gets_its_share_and_no_more() -> None:
     box = Box(limits(max_num_seqs=4), num_blocks=400)
     for index in range(60):
