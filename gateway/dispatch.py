@@ -143,6 +143,12 @@ class Dispatch:
         """Return at a scheduler's next beat, or after so long."""
         await self.offers.next_beat(within_s)
 
+    async def hear(self, within_s: float) -> None:
+        """Return once a scheduler is heard, or after so long."""
+        until_s = time.monotonic() + within_s
+        while (now_s := time.monotonic()) < until_s and not self.mesh.has_scheduler(now_s):
+            await self.next_beat(until_s - now_s)
+
     def release(self, record: RequestRecord[Part]) -> None:
         """Nobody wants more of this request: forget it, and cancel what may still run. Idempotent."""
         self._let_go(record)

@@ -134,6 +134,10 @@ class Router:
             for wait in waits:
                 wait.cancel()
 
+    async def hear(self, within_s: float) -> None:
+        """Return once a scheduler of each mesh is heard, or after so long."""
+        await asyncio.gather(*(mesh.hear(within_s) for mesh in self._meshes.values()))
+
     def look_for_losses(self) -> None:
         for mesh in self._meshes.values():
             mesh.look_for_losses()

@@ -41,6 +41,7 @@ log = logging.getLogger("headrace.gateway")
 
 LAST_WORDS_S = 1  # how long uvicorn waits for connections once every answer has ended, before it cuts them
 POLL_S = 0.05
+HEAR_S = 1.5  # a scheduler at rest beats each second
 
 
 class Server(uvicorn.Server):
@@ -105,6 +106,9 @@ async def run_gateway(
             group.create_task(watch_loop_lag(gateway.metrics.loop_lag_seconds.observe)),
             group.create_task(_tell_when_ready(server, gateway)),
         ]
+        # Until then nobody is known to serve anything: it would refuse what the gateway that it replaces still answers.
+        # Connections wait in the socket's queue meanwhile.
+        await gateway.dispatch.hear(HEAR_S)
         http = group.create_task(server.serve(sockets=[listener]))
         stopping, retiring = group.create_task(stop.wait()), group.create_task(retire.wait())
         await asyncio.wait([http, stopping, retiring], return_when=asyncio.FIRST_COMPLETED)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import httpx
@@ -13,6 +13,7 @@ import pytest
 from gateway_mesh import FakeMesh, RunningGateway, running_gateway
 from loopback_http import NO_AUTHORITIES
 
+from gateway import service
 from gateway.mesh_choice import Candidate, choose, content_of
 from shared.messages import Outcome, SubmitReply
 
@@ -97,3 +98,36 @@ def test_a_drain_ends_what_is_open_in_any_mesh(two: RunningGateway) -> None:
         two.stop()
         assert {answer.result(20).status_code for answer in answers} == {503}
     assert two.join(10)
+
+
+def test_a_new_gateway_answers_nobody_before_it_has_heard_each_mesh(
+    tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it knows neither workers nor adapters, and refuses what the gateway that it replaces still answers."""
+    monkeypatch.setattr(service, "HEAR_S", 60.0)
+    gateway = RunningGateway(tokenizer_folder, mesh="east,west")
+    for mesh in gateway.meshes.values():
+        mesh.beating = False
+    west = gateway.meshes["west"]
+    west.adapters = {"tiny": ["poems"]}
+    with gateway, ThreadPoolExecutor() as pool:
+        asked = [
+            pool.submit(httpx.post, f"{gateway.url}/v1/completions", json={**ASK, "model": model}, timeout=60)
+            for model in ("tiny", "poems")
+        ]
+        gateway.mesh.beating = True
+        gateway.until(lambda: gateway.gateway.why_not_ready() is None)
+        assert not wait(asked, timeout=0.3).done, "one of the meshes has told nothing yet"
+        west.beating = True
+        assert [answer.result().status_code for answer in asked] == [200, 200]
+    assert [submit.adapter for submit in west.submits if submit.adapter] == ["poems"]
+
+
+def test_a_mesh_that_stays_silent_holds_a_new_gateway_up_for_a_moment_only(
+    tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "HEAR_S", 0.1)
+    gateway = RunningGateway(tokenizer_folder, mesh="east,west")
+    gateway.meshes["west"].beating = False
+    with gateway:
+        assert httpx.post(f"{gateway.url}/v1/completions", json=ASK, timeout=60).status_code == 200
