@@ -22,13 +22,13 @@ def sources(model: str, served_model_name: str = "") -> tuple[ModelSource, ...]:
 
     What exists as it is spelled is one model: a folder's name may have ``=`` in it.
     """
-    if "=" not in model or Path(model).expanduser().exists():
+    if Path(model).expanduser().exists() or not ("=" in model or "," in model):
         return (ModelSource(model_name(model, served_model_name), model),)
     if served_model_name:
         raise ValueError("names its models itself; --served-model-name is for a gateway of one")
     named = _by_name(model, "NAME=MODEL")
     if "" in named:
-        raise ValueError("must be NAME=MODEL throughout, separated by commas, where there are several")
+        raise ValueError(_throughout("NAME=MODEL"))
     return tuple(ModelSource(name, path) for name, path in named.items())
 
 
@@ -77,6 +77,10 @@ def _by_name(text: str, form: str) -> dict[str, str]:
         if not value or (separator and not name):
             raise ValueError(f"must be {form}, or several of these separated by commas")
         if name in found:
-            raise ValueError(f"names {name!r} twice")
+            raise ValueError(f"names {name!r} twice" if name else _throughout(form))
         found[name] = value
     return found
+
+
+def _throughout(form: str) -> str:
+    return f"must be {form} throughout, separated by commas, where there are several"

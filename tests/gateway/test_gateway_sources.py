@@ -40,6 +40,7 @@ def test_a_folder_that_exists_is_one_model_however_it_is_called(tmp_path: Path) 
     ("options", "problem"),
     [
         ({"model": "a=x,y"}, "--model: 'a=x,y' must be NAME=MODEL throughout"),
+        ({"model": "org/x,org/y"}, "--model: 'org/x,org/y' must be NAME=MODEL throughout"),
         ({"model": "a=x,a=y"}, "names 'a' twice"),
         ({"model": "a=x,"}, "must be NAME=MODEL, or several"),
         ({"model": "a="}, "must be NAME=MODEL, or several"),
@@ -48,6 +49,7 @@ def test_a_folder_that_exists_is_one_model_however_it_is_called(tmp_path: Path) 
         ({"mesh": "a,b,a"}, "has a name twice"),
         ({"tool_call_parser": "herpes"}, "has 'herpes', which is none of auto, hermes, llama3_json, mistral"),
         ({"tool_call_parser": "a=mistral,b=x"}, "has 'x'"),
+        ({"tool_call_parser": "hermes,mistral"}, "must be NAME=PARSER throughout"),
     ],
 )
 def test_what_makes_no_sense_is_refused_at_once(options: dict[str, Any], problem: str) -> None:
