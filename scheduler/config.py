@@ -30,7 +30,7 @@ class SchedulerConfig(MeshConfig):
     pools: str = option(
         "",
         "pools of workers (--pool of a worker) by prompt tokens, both ends included: NAME:LOW-HIGH, comma-separated, "
-        "e.g. chat:-4096,long:4097-; a pool without a range is for requests that ask for it",
+        "e.g. chat:-4096,long:4097-; a pool without a range is for requests that ask for it, or that no range takes",
     )
     pool_overflow: str = option(
         "",
