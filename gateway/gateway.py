@@ -103,7 +103,8 @@ class Gateway:
         self.dispatch.mesh.check_room(model, time.monotonic(), sequences, tokens, key)
 
     def find(self, name: str) -> tuple[ServedModel, str]:
-        """The model and the adapter (empty: none) that a request's ``model`` names; a 404 for neither.
+        """The model and the adapter (empty: none) that a request's ``model`` names; a 404 for neither, or a
+        503 as long as no worker was there to tell its adapters.
 
         A model's own name comes first, then the adapters of the models in their order.
         """
@@ -116,6 +117,9 @@ class Gateway:
         for served in self.models:
             if self.dispatch.mesh.knows_adapter(served.name, name, now_s):
                 return served, name
+        if not any(map(self.dispatch.mesh.has_known, self.models.names)):  # a 404 would tell a client to give up
+            reason = f"no worker has been ready yet to tell whether it has an adapter {name[:256]!r}"
+            raise unavailable(reason, Outcome.NO_WORKER.value)
         names = list(self.listed())
         listed = ", ".join(map(repr, names[:MOST_NAMED])) + (", ..." if len(names) > MOST_NAMED else "")
         raise ApiError(

@@ -69,6 +69,10 @@ class MeshView:
         """Whether the model has it: offered now, or lately, or when a worker of the model was last ready."""
         return adapter in self._adapters.get(model, ()) or self.lately_ready(model, now_s, adapter)
 
+    def has_known(self, model: str) -> bool:
+        """Whether its adapters are known: a worker of the model has been ready since this process began."""
+        return model in self._adapters
+
     def check_room(self, name: str, now_s: float, sequences: int, tokens: int, key: str) -> None:
         """Raise the 429 of a full queue if ``sequences`` more, with ``tokens`` in all (0: not known yet), find no room.
 

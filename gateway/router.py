@@ -195,6 +195,9 @@ class MeshesView:
     def knows_adapter(self, model: str, adapter: str, now_s: float) -> bool:
         return any(view.knows_adapter(model, adapter, now_s) for view in self._views)
 
+    def has_known(self, model: str) -> bool:
+        return any(view.has_known(model) for view in self._views)
+
     def check_room(self, name: str, now_s: float, sequences: int, tokens: int, key: str) -> None:
         """The 429 that comes first in time, if the queue of every mesh that serves the model is full."""
         refusals: list[ApiError] = []

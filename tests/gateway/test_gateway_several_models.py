@@ -166,6 +166,22 @@ def test_an_adapter_whose_workers_are_away_is_a_503_and_one_that_is_gone_a_404(
         both.until(lambda: "sql" in mesh.adapters("tiny", time.monotonic()))
 
 
+def test_a_name_that_may_be_an_adapters_is_a_503_until_a_worker_has_told_its_own(tokenizer_folder: Path) -> None:
+    gateway = RunningGateway(tokenizer_folder)
+    gateway.mesh.workers = 0
+    gateway.mesh.adapters = {"tiny": ["sql"]}
+    gateway.mesh.beating = False
+    with gateway, httpx.Client(verify=NO_AUTHORITIES, base_url=gateway.url, timeout=20) as client:
+        gateway.mesh.beating = True
+        early = client.post("/v1/completions", json={**ASK, "model": "sql"})
+        assert (early.status_code, early.json()["error"]["code"]) == (503, "no_worker")
+        assert early.headers["retry-after"] and "'sql'" in early.json()["error"]["message"]
+        gateway.mesh.workers = 1
+        gateway.until(lambda: gateway.gateway.why_not_ready() is None)
+        assert client.post("/v1/completions", json={**ASK, "model": "sql"}).status_code == 200
+        assert client.post("/v1/completions", json={**ASK, "model": "gpt-4"}).status_code == 404
+
+
 def test_a_full_queue_of_one_model_refuses_nobody_who_asks_for_another(
     both: RunningGateway, client: httpx.Client
 ) -> None:
