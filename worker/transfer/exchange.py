@@ -40,6 +40,11 @@ class Listening:
         self.transports = transports_of(config)
         host = config.transfer_host or (OFF if config.role == Role.MIXED else AUTO)
         if host == OFF:
+            if config.role == Role.PREFILL:
+                log.warning(
+                    "--role prefill with --transfer-host off: nobody can fetch KV blocks from here: this worker hands "
+                    "nothing over, and decodes as well"
+                )
             return
         place = self._listen(config, host) if {TCP, NIXL} & set(self.transports) else ""
         for transport in self.transports:

@@ -33,6 +33,13 @@ def test_nobody_can_fetch_unless_that_is_asked_for() -> None:
         assert [one.scheme for one in listening(role=role, transfer_by="shm,tcp")] == ["shm", "tcp"]
 
 
+def test_a_prefill_worker_that_can_hand_nothing_over_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    listening(transfer_host="off", role="decode")
+    assert not caplog.messages
+    listening(transfer_host="off", role="prefill")
+    assert "hands nothing over, and decodes as well" in caplog.text
+
+
 def test_addresses_come_in_the_order_that_was_asked_for_with_one_key() -> None:
     found = listening(transfer_host="127.0.0.1", transfer_by="tcp,shm")
     assert [one.scheme for one in found] == ["tcp", "shm"] and len({one.key for one in found}) == 1
