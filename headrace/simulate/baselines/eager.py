@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import math
 
-from scheduler.core.admission import Look
 from scheduler.core.core import SchedulerCore
 from scheduler.core.draft import PlanDraft
 from scheduler.core.events import CoreEvent, Counters, Preempted
 from scheduler.core.limits import Limits
+from scheduler.core.looking import Look
 from scheduler.core.sequence import Sequence, Status, pages_for
 from scheduler.core.waiting import WaitingQueue
 from scheduler.core.worker_state import Placement, WorkerState
