@@ -7,7 +7,7 @@ it compares a few, however many there are. Pure.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 
@@ -200,14 +200,14 @@ class Fleet:
 
     def waited_for(self) -> list[str]:
         """Workers for which something is parked."""
-        for name in [name for name in self._waited_for if not any(one.parked for one in self._left[name][1])]:
+        for name in [name for name in self._waited_for if not any(self._parked_for(name))]:
             del self._waited_for[name]  # nobody waits for it any more
         return list(self._waited_for)
 
     def show(self, name: str) -> None:
         """Nothing that is left to the worker is parked: it looks itself, or takes no newcomers."""
         if self._waited_for.pop(name, self) is None:
-            for sequence in self._left[name][1]:
+            for sequence in list(self._parked_for(name)):
                 sequence.home.unpark(sequence)
 
     def likely(self, chain: list[bytes], number: int) -> dict[str, None]:
@@ -285,6 +285,10 @@ class Fleet:
                 load = self.loads[other]
                 self._leave(other)
                 self._enter(load, None)
+
+    def _parked_for(self, name: str) -> Iterator[CoreSequence]:
+        """Of what was left to it; some of that may have been left to others later."""
+        return (one for one in self._left[name][1] if one.parked and one.left_to == name)
 
     def _give_back(self, name: str) -> None:
         """Nothing is left to the worker any more."""

@@ -237,6 +237,28 @@ def test_workers_that_keep_blocks_in_other_forms_share_a_queue() -> None:
     box.assert_idle()
 
 
+@pytest.mark.parametrize("asked", [False, True])
+def test_what_is_left_to_another_one_later_is_parked_until_that_one_looks(asked: bool) -> None:
+    """Whether or not somebody asked meanwhile who is waited for: a replay does not ask."""
+    box = Box(limits(), workers=3, num_blocks=60)
+    box.submit(request("r"))
+    (one,) = box.core.sequences_of("r")
+    (state,) = box.core._queues.values()
+    state.fleet.leave_to("w1", one)
+    state.fleet.park(one, MS)
+    assert state.fleet.waited_for() == ["w1"]
+    assert list(state.queue.order(MS)) == [one], "it has waited long enough"
+    if asked:
+        assert state.fleet.waited_for() == []
+    state.fleet.leave_to("w2", one)
+    state.fleet.park(one, 2 * MS)
+    state.fleet.show("w1")
+    assert one.parked
+    assert state.fleet.waited_for() == ["w2"]
+    state.fleet.show("w2")
+    assert not one.parked
+
+
 def test_what_asks_changes_nothing() -> None:
     def plans(asking: bool) -> list[object]:
         box = Box(limits(max_num_seqs=3), workers=3, num_blocks=60)
