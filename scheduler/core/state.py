@@ -18,8 +18,10 @@ from scheduler.core.suspects import Suspects
 from scheduler.core.waiting import WaitingQueue
 from scheduler.core.worker_state import WorkerState
 from scheduler.policies.batching import BATCHING_POLICIES
-from shared.messages import Capacity
+from shared.messages import Capacity, EndReason
 from shared.pool_name import DEFAULT_POOL
+
+_FAILED = EndReason.FAILED.value
 
 KEPT_WHOLE_NS = 2_000_000_000
 """For how long the tokens of an ended request are kept: whoever drives the core may still tell of them. Its id is kept
@@ -326,6 +328,9 @@ class CoreState:
                 for sequence in request.sequences:
                     if sequence.status is Status.ENDED:  # a held one is still in its batch
                         sequence.shed()
+                # What was lost may be suspect, and a held one still has its slot: of all others only the id is kept.
+                if all(one.end_reason != _FAILED and one.status is Status.ENDED for one in request.sequences):
+                    request.sequences = []
         horizon = now - self.limits.tombstone_ns
         while self._ended and self._ended[0][0] < horizon:
             _, request_id = self._ended.popleft()

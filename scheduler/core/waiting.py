@@ -149,7 +149,11 @@ class WaitingQueue:
         )
 
     def head(self, now: int) -> Sequence | None:
-        return next(self.order(now), None)
+        """The first in order; where all are parked, the one that came first."""
+        first = next(self.order(now), None)
+        if first is None and self._length:
+            first = min((one for *_, one in self.lines()), key=lambda one: one.seniority[1:])
+        return first
 
     def order(self, now: int) -> Iterator[Sequence]:
         """Sequences in the order they should be admitted, lazily. The queue must not change while it is read."""

@@ -112,6 +112,7 @@ def test_what_was_left_to_a_worker_is_not_taken_to_be_left_to_the_next_of_its_na
     box.plan("w0")
     queue = box.core.queues[box.core.workers["w1"].serves]
     assert {one.left_to for one in queue} == {"w1"} and queue.num_parked == len(queue) > 0
+    assert queue.head(box.now) is min(queue, key=lambda one: one.seniority), "whoever looks on sees who is first"
     box.add_worker("w1", capacity(num_blocks=400), incarnation=2)
     assert not queue.num_parked
     box.apply(box.execute("w0"))

@@ -13,7 +13,8 @@ from mesh_in_a_box import MS, VOCAB, Box, capacity, prompt_of, request
 from scheduler.core.events import Failed
 from scheduler.core.limits import Limits
 from scheduler.core.sequence import Lack
-from shared.messages import Outcome, Role, StepPlan, StepResult, encode, unpack_tokens
+from scheduler.core.state import KEPT_WHOLE_NS
+from shared.messages import EndReason, Outcome, Role, StepPlan, StepResult, encode, unpack_tokens
 from worker.simulated import expected_tokens
 
 LIMITS = Limits(max_num_seqs=32, max_num_batched_tokens=256, prefill_chunk_limit=64, max_num_queued_reqs=64)
@@ -332,3 +333,15 @@ def test_a_trial_goes_to_another_worker_when_its_own_takes_no_prompts_any_more()
     box.run(200)
     assert box.ends == {("beside", 0): "length", ("bad", 0): "length"}
     box.assert_tokens_right()
+
+
+def test_what_was_lost_is_known_to_be_lost_for_as_long_as_it_may_come_back() -> None:
+    """Of other requests only the ids are kept; a suspect that was seen to end as it should would be cleared."""
+    box = Box()
+    box.submit(request("r", max_tokens=60))
+    box.step()
+    box.core.worker_lost("w0", "gone", box.now)
+    box.now += KEPT_WHOLE_NS + MS
+    box.core.tick(box.now)
+    (sequence,) = box.core.sequences_of("r")
+    assert sequence.end_reason == EndReason.FAILED.value and not sequence.tokens and "r" in box.core._suspects
