@@ -16,8 +16,10 @@ and the workers that could take it are asked as a driver asks them.
 from __future__ import annotations
 
 import argparse
+import gc
 import time
 
+from scheduler.__main__ import COLLECT_EVERY
 from scheduler.core.core import SchedulerCore
 from scheduler.core.limits import Limits
 from shared.messages import Capacity, Sampling, StepPlan, StepResult, Submit, decode, encode, pack_tokens
@@ -143,6 +145,7 @@ def measure_mesh(workers: int, running: int, steps: int) -> list[float]:
 
 
 def main() -> None:
+    gc.set_threshold(*COLLECT_EVERY)
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--waiting", type=int, default=0, help="sequences that wait behind the running ones")
