@@ -23,10 +23,9 @@ from shared.jetstream import NoStore
 from shared.lifecycle import StartupError, run
 from shared.subjects import LEASE_BUCKET, Subjects
 
-
 COLLECT_EVERY = (20_000, 20, 50)
-"""Python's cycle collector, less often than by default: nearly nothing here is in a cycle, and walking over what runs took
-half of the longest iterations of 64 workers."""
+"""Python's cycle collector, less often than by default: nearly nothing here is in a cycle, and walking over what runs
+took half of the longest iterations of 64 workers."""
 
 
 async def serve(config: SchedulerConfig, stop: asyncio.Event) -> None:
