@@ -131,6 +131,7 @@ class Placing:
                 continue
             asked = self._asked(sequence) if sequence.asked else None
             if asked is not None and _patient(sequence, asked, now):
+                others = others or _stays_out(sequence, asked, now)
                 names[sequence.asked] = None
                 given.append((asked, sequence))
                 continue
@@ -143,7 +144,8 @@ class Placing:
                 if not self._fleet.loads:
                     break
                 continue
-            others = others or not _patient(sequence, chosen, now)
+            sequence.asked_since = sequence.asked_since or now
+            others = others or not _patient(sequence, chosen, now) or _stays_out(sequence, chosen, now)
             self._give(chosen, sequence)
             names[chosen.worker.name] = None
             sequence.asked, sequence.asked_at = chosen.worker.name, (chosen.worker.next_plan, self._fleet.openings)
@@ -247,6 +249,12 @@ def _needs(load: Load, sequence: CoreSequence) -> tuple[int, list[bytes]]:
     if not worker.can_hold(sequence):
         return -1, _NO_CHAIN
     return pages_for(len(sequence.tokens), worker.capacity.block_size), worker.prompt_chain(sequence)
+
+
+def _stays_out(sequence: CoreSequence, chosen: Load, now: int) -> bool:
+    """True if it has been asked for in vain for as long as a sequence is left to others at most: those it is meant for
+    do not look, and nobody has begun to count. Then others look too."""
+    return not sequence.left_since and now - sequence.asked_since >= patience_ns(chosen)
 
 
 def _patient(sequence: CoreSequence, chosen: Load, now: int) -> bool:

@@ -97,6 +97,7 @@ class Sequence:
     parked: bool = False  # the queue shows it to nobody else meanwhile
     asked: str = ""  # the worker that is the first to be asked to take it
     asked_at: tuple[tuple[int, int], int] = ((0, 0), 0)  # its next plan then, and the openings of its fleet
+    asked_since: int = 0  # when anybody was first asked to take it
     began: int = 0  # generated tokens that it was submitted with
     charged: int = 0  # generated tokens that its tenant was charged for
     expected: int = 0  # generated tokens it is expected to end with, as last looked up

@@ -103,6 +103,24 @@ def test_nothing_is_left_to_others_for_longer_than_the_bound() -> None:
     box.assert_tokens_right()
 
 
+def test_whoever_is_meant_to_take_it_and_does_not_look_keeps_others_from_it_no_longer_than_the_bound() -> None:
+    """It hangs in a step, and nobody else has anything to do that would make it look."""
+    box = Box(limits(), workers=2, num_blocks=400, max_model_len=400)
+    shared = prompt_of("shared", 160)
+    box.submit(request("first", prompt=[*shared, 1], max_tokens=20))
+    ask_all(box)
+    (holder,) = [name for name, worker in box.core.workers.items() if worker.running]
+    other = next(name for name in box.core.workers if name != holder)
+    while not box.ends and len(box.core.sequences_of("first")[0].tokens) < 165:
+        box.step()
+    box.submit(request("second", prompt=[*shared, 2], max_tokens=2, arrival_ns=box.now))
+    since = box.now
+    while other not in box.core.whom_to_ask([other], box.now):
+        box.now += MS
+        assert box.now - since <= MOST_PATIENCE_NS
+    assert box.now - since >= LEAST_PATIENCE_NS
+
+
 def test_what_was_left_to_a_worker_is_not_taken_to_be_left_to_the_next_of_its_name() -> None:
     """That one counts its steps from the same one on."""
     box = Box(limits(), workers=2, num_blocks=400)
