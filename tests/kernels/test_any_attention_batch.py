@@ -22,8 +22,8 @@ from kernels.contract import Geometry, LayerAttention
 from kernels.cpu.library import Library, find
 
 SHARPER = 3
-"""Times the error of the contract's tests: with a scale of 0.3 scores reach 30, where float32 has as much less after the
-point, and the reference in torch is as far off."""
+"""Times the error of the contract's tests: with a scale of 0.3 scores reach 30, where float32 has as much less after
+the point, and the reference in torch is as far off."""
 
 FAMILIES = {
     "torch": [kind for kind in KINDS if kind.isa == TORCH],
