@@ -63,19 +63,17 @@ class RolePlanner:
 
     def _waiting_s(self, key: QueueKey) -> float:
         """What the prompts that wait for a worker need of one, as if no cache had anything of them."""
-        paces = [worker.predictor.prompt_us(_USUAL_PROMPT) for worker in self._core.workers_of(key.model, key.pool)]
-        measured = [pace for pace in paces if pace]
+        measured = [pace for pace in map(_token_us, self._core.workers_of(*key)) if pace]
         if not measured:
             return 0.0
-        return self._core.queues[key].prompt_tokens * sum(measured) / len(measured) / _USUAL_PROMPT / 1e6
+        return self._core.queues[key].prompt_tokens * sum(measured) / len(measured) / 1e6
 
     def _member(self, worker: WorkerState) -> Member:
-        token_us = worker.predictor.prompt_us(_USUAL_PROMPT) / _USUAL_PROMPT
         return Member(
             name=worker.name,
             role=worker.role,
             prompts_s=worker.prompts_us / 1e6,
-            backlog_s=worker.prompts_left * token_us / 1e6,
+            backlog_s=worker.prompts_left * _token_us(worker) / 1e6,
             decodes=self._decodes(worker),
             sequences=len(worker.running) + len(worker.preempted),
         )
@@ -96,6 +94,11 @@ class RolePlanner:
                 within = rows + (limits.target_itl_ns / 1000 - step_us) / row_us
                 share = max(share, rows / max(1.0, within))
         return share
+
+
+def _token_us(worker: WorkerState) -> float:
+    """What a prompt token takes there; 0 as long as no prompt was computed."""
+    return worker.predictor.prompt_us(_USUAL_PROMPT) / _USUAL_PROMPT
 
 
 class Roles:

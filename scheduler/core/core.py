@@ -289,7 +289,7 @@ class SchedulerCore(MovingState):
     def whom_to_ask(self, names: Iterable[str], now: int) -> list[str]:
         """Of the workers ``names``, those that may have something to plan, those that what waits should go to first.
 
-        Changes nothing, so a replay need not ask. A driver asks it when anything has come, and asks them for plans.
+        No plan depends on it: a replay need not ask. A driver asks it when anything has come, and asks them for plans.
         """
         names = list(names)
         if not self._resting or self._suspects or self.policy.holds_batch:

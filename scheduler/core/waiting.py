@@ -16,6 +16,11 @@ from scheduler.core.pools import QueueKey
 from scheduler.core.sequence import Seniority, Sequence
 
 
+def _charged(sequence: Sequence) -> int:
+    """Input tokens that its tenant is charged for at its admission: of a resume none."""
+    return len(sequence.tokens) if sequence.submit.attempt == 1 else 0
+
+
 class _Fifo:
     """Sequences of one tenant in one class, by seniority: a resumed request takes the place of its first arrival."""
 
@@ -31,21 +36,20 @@ class _Fifo:
         self.by_key[sequence.seniority] = sequence
 
     def remove(self, sequence: Sequence) -> None:
-        self.unpark(sequence)
+        """One that is not parked."""
         del self.by_key[sequence.seniority]
         del self.keys[bisect_left(self.keys, sequence.seniority)]
         del self.open[bisect_left(self.open, sequence.seniority)]
 
     def park(self, sequence: Sequence) -> None:
         del self.open[bisect_left(self.open, sequence.seniority)]
-        self.parked_tokens += len(sequence.tokens) if sequence.submit.attempt == 1 else 0
+        self.parked_tokens += _charged(sequence)
         sequence.parked = True
 
     def unpark(self, sequence: Sequence) -> None:
-        if sequence.parked:
-            insort(self.open, sequence.seniority)
-            self.parked_tokens -= len(sequence.tokens) if sequence.submit.attempt == 1 else 0
-            sequence.parked = False
+        insort(self.open, sequence.seniority)
+        self.parked_tokens -= _charged(sequence)
+        sequence.parked = False
 
     def at(self, index: int) -> Sequence | None:
         return self.by_key[self.open[index]] if index < len(self.open) else None
@@ -99,7 +103,7 @@ class WaitingQueue:
     def remove(self, sequence: Sequence) -> None:
         tenants = self._classes[sequence.submit.priority]
         fifo = tenants[sequence.submit.tenant]
-        self.num_parked -= sequence.parked
+        self.unpark(sequence)
         fifo.remove(sequence)
         if not fifo.keys:
             del tenants[sequence.submit.tenant]
@@ -199,9 +203,8 @@ class WaitingQueue:
             if sequence is not None:
                 yield sequence
                 cost = self._parked_cost(tenant, tenants[tenant], index + 1)
-                # The blocked one came first, and was charged then or is not served now; a resume is never charged.
-                if sequence is not self.blocked and sequence.submit.attempt == 1:
-                    cost += self._fairness.input_cost(tenant, len(sequence.tokens))
+                if sequence is not self.blocked:  # that one came first, and was charged then or is not served now
+                    cost += self._fairness.input_cost(tenant, _charged(sequence))
                 heapq.heappush(turn, (counter + cost, tenant, index + 1))
 
     def _parked_cost(self, tenant: str, fifo: _Fifo, index: int) -> int:
@@ -219,8 +222,7 @@ class WaitingQueue:
         for tenants in self._classes.values():
             for fifo in tenants.values():
                 assert fifo.open == [key for key in fifo.keys if not fifo.by_key[key].parked]
-                waiting = (one for one in fifo.by_key.values() if one.parked and one.submit.attempt == 1)
-                assert fifo.parked_tokens == sum(len(one.tokens) for one in waiting)
+                assert fifo.parked_tokens == sum(_charged(one) for one in fifo.by_key.values() if one.parked)
 
     def lines(self) -> Iterator[tuple[int, str, int, Sequence]]:
         """(priority, tenant, how many wait, the first of them) of each line. Costs by lines, not by who waits."""

@@ -5,10 +5,10 @@ Both kinds of load are counted in workers that they would keep busy all of the t
 that steps took because of them, and what is left of them, in the queue and at workers, more than before; so a shift is
 seen at once, however few workers compute prompts. That comes by the request and is averaged. Where decode workers are
 past their limit too, only what was done counts: a mesh does as much as the scarcer kind of worker lets it, so that the
-two loads stand to each other as the numbers of workers should. Decodes by the share of a
-batch, of the KV blocks or of a step's target time that they take, wherever they run: what found no room among decode
-workers counts where its prompt was computed. That is a sum over what has come for a while, and is taken as it stands.
-What is left of prompts comes on top, up to a limit: it is to be cleared.
+two loads stand to each other as the numbers of workers should. Decodes by the share of a batch, of the KV blocks or of
+a step's target time that they take, wherever they run: what found no room among decode workers counts where its prompt
+was computed. That is a sum over what has come for a while, and is taken as it stands. What is left of prompts comes on
+top, up to a limit: it is to be cleared.
 
 The best number of prefill workers is the one with which the busier kind is least busy. It is taken only when that kind
 is busy at all, would be less so by a margin, and this has held for a while; then the effect is awaited. So it follows a
@@ -112,11 +112,11 @@ def _observed(
 ) -> RolesState:  # fmt: skip
     elapsed_s = now_s - state.at_s
     done = {one.name: one.prompts_s for one in members}
+    backlog_s = waiting_s + sum(one.backlog_s for one in members)
     if elapsed_s <= 0:
-        return replace(state, prompts_s=done, backlog_s=waiting_s + sum(one.backlog_s for one in members))
+        return replace(state, prompts_s=done, backlog_s=backlog_s)
     # A worker that was not there at the last look, or has begun again, counts from the next one on.
     took_s = sum(max(0.0, at - state.prompts_s.get(name, at)) for name, at in done.items())
-    backlog_s = waiting_s + sum(one.backlog_s for one in members)
     decodes = sum(one.decodes for one in members)
     more_s = backlog_s - state.backlog_s  # what has arrived and was not done
     if more_s > 0:

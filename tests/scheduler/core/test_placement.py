@@ -80,14 +80,19 @@ def test_equal_prefixes_that_come_together_meet_where_the_first_is_computed() ->
     assert box.core.counters.prefix_hits >= 4 * 64, "it joins when half of it is cached"
 
 
-def test_nothing_is_left_to_others_for_longer_than_the_bound() -> None:
-    """The one that it is left to never takes it: its messages are lost, say."""
+def holding(max_tokens: int) -> tuple[Box, list[int], str, str]:
+    """(two workers, a prefix, the one that computes a prompt with it, the other one)."""
     box = Box(limits(), workers=2, num_blocks=400, max_model_len=400)
     shared = prompt_of("shared", 160)
-    box.submit(request("first", prompt=[*shared, 1], max_tokens=2))
+    box.submit(request("first", prompt=[*shared, 1], max_tokens=max_tokens))
     ask_all(box)
     (holder,) = [name for name, worker in box.core.workers.items() if worker.running]
-    other = next(name for name in box.core.workers if name != holder)
+    return box, shared, holder, next(name for name in box.core.workers if name != holder)
+
+
+def test_nothing_is_left_to_others_for_longer_than_the_bound() -> None:
+    """The one that it is left to never takes it: its messages are lost, say."""
+    box, shared, holder, other = holding(max_tokens=2)
     box.run()
     box.submit(request("second", prompt=[*shared, 2], max_tokens=2, arrival_ns=box.now))
     (second,) = box.core.sequences_of("second")
@@ -105,12 +110,7 @@ def test_nothing_is_left_to_others_for_longer_than_the_bound() -> None:
 
 def test_whoever_is_meant_to_take_it_and_does_not_look_keeps_others_from_it_no_longer_than_the_bound() -> None:
     """It hangs in a step, and nobody else has anything to do that would make it look."""
-    box = Box(limits(), workers=2, num_blocks=400, max_model_len=400)
-    shared = prompt_of("shared", 160)
-    box.submit(request("first", prompt=[*shared, 1], max_tokens=20))
-    ask_all(box)
-    (holder,) = [name for name, worker in box.core.workers.items() if worker.running]
-    other = next(name for name in box.core.workers if name != holder)
+    box, shared, _, other = holding(max_tokens=20)
     while not box.ends and len(box.core.sequences_of("first")[0].tokens) < 165:
         box.step()
     box.submit(request("second", prompt=[*shared, 2], max_tokens=2, arrival_ns=box.now))
